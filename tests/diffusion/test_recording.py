@@ -11,9 +11,10 @@ from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipe
 from tests.diffusion import tiny
 from torch.distributions import Normal
 
+from trimtab_diffusion.compat.trees import tree_leaves
 from trimtab_diffusion.recorder import record
 from trimtab_diffusion.steps import gaussian_logprob
-from trimtab_diffusion.trajectories import Fixed, Trajectories, sampled_pairs, tensors_of
+from trimtab_diffusion.trajectories import Fixed, Trajectories, sampled_pairs
 
 PROMPTS = ["a red cat", "two dogs"]
 NEGATIVE = ["dull", "blurred, grey"]
@@ -254,6 +255,10 @@ def test_steps_without_noise_have_logprob_0():
 
 
 # What is kept
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def kept(trajectories: Trajectories) -> list[torch.Tensor]:

@@ -79,7 +79,7 @@ def test_pil_images_and_arrays_are_rewarded_as_the_tensor_is():
         (2 * torch.ones(1, 3, 8, 8), r"values from 2.0 to 2.0 .* floats must lie in \[0, 1\]"),
         (-torch.ones(1, 3, 8, 8), r"values from -1.0 to -1.0 .* floats must lie in \[0, 1\]"),
         (torch.full((1, 3, 8, 8), torch.nan), "values from nan to nan"),
-        (torch.ones(3, 8, 8), r"shape \(3, 8, 8\) came in; \[B, 3, H, W\] is needed"),
+        (torch.ones(3, 8, 8), r"shape \(8, 8\) came in; \[3, H, W\]"),
         (torch.ones(2, 1, 8, 8), r"shape \(1, 8, 8\) came in; \[3, H, W\]"),
     ],
 )

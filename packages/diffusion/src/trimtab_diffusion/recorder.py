@@ -12,8 +12,9 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
+from trimtab_diffusion.compat.trees import tree_map_with_path
 from trimtab_diffusion.steps import Steps, gaussian_logprob, gaussian_sample
-from trimtab_diffusion.trajectories import Arguments, Fixed, Schedule, Trajectories, cat, guided, mapped, of_one_length
+from trimtab_diffusion.trajectories import Arguments, Fixed, Schedule, Trajectories, guided, joined
 
 Asked: TypeAlias = tuple[str, float | None, bool, torch.dtype]
 """How a denoiser is asked: the fields of `Schedule` from `name` on."""
@@ -203,20 +204,20 @@ class _Recorder:
                 "steps. DDPO needs a pipeline that calls its scheduler's step for each of its timesteps."
             )
         calls = [
-            {name: mapped(partial(self._over_steps, name), *(each[name] for each in inputs)) for name in inputs[0]}
-            for inputs in reversed(list(zip(*self.inputs, strict=True)))
+            tree_map_with_path(self._over_steps, *arguments)
+            for arguments in reversed(list(zip(*self.inputs, strict=True)))
         ]
         return Trajectories(
             Schedule(self.steps, torch.stack(self.times), *self.asked),
             first=self.first.to(self.device),
             latents=torch.stack(self.latents, 1),
             logprobs=torch.stack(self.logprobs, 1).to(self.device),
-            conditions=mapped(partial(cat, 2), *of_one_length(calls)),
+            conditions=joined(calls, dim=2),
         )
 
-    def _over_steps(self, name: str, *seen: object) -> Tensor | Fixed:
+    def _over_steps(self, path: Sequence[Any], *seen: object) -> Tensor | Fixed:
         """Returns an argument of the denoiser at all steps, as a leaf of `Trajectories.conditions`."""
-        value, is_same = seen[0], len(set(map(id, seen))) == 1
+        name, value, is_same = path[0].key, seen[0], len(set(map(id, seen))) == 1
         copies = 1 if self.asked[1] is None else 2 // len(self.inputs[0])
         count = len(self.first) * copies
         if isinstance(value, Tensor) and value.dim() and len(value) == count and name not in POSITIONS:

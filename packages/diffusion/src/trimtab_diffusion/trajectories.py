@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +11,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from trimtab_diffusion.compat.trees import tree_leaves, tree_map
 from trimtab_diffusion.steps import Steps, along
 
 Arguments: TypeAlias = dict[str, Any]
@@ -20,7 +20,6 @@ Arguments: TypeAlias = dict[str, Any]
 TEXT = "encoder_hidden_states"
 MASKS = ("encoder_hidden_states_mask", "encoder_attention_mask")
 """The arguments by which denoisers take the prompt's tokens, and a mask, 1 where a token counts."""
-DIFFERENT = "The pipeline calls its denoiser with different arguments, which DDPO cannot put in one batch."
 
 
 @dataclass(frozen=True)
@@ -30,46 +29,33 @@ class Fixed:
     value: object
 
 
-def mapped(function: Callable[..., object], *trees: Any) -> Any:
-    """Calls a function on corresponding leaves of nested dicts, lists and tuples; returns a tree of the results.
-
-    Raises:
-        ValueError: the trees have different structures.
-    """
-    first = trees[0]
-    kinds = {frozenset(x) if isinstance(x, Mapping) else len(x) if isinstance(x, list | tuple) else None for x in trees}
-    if len(kinds) > 1:
-        raise ValueError(DIFFERENT)
-    if isinstance(first, Mapping):
-        return {key: mapped(function, *(tree[key] for tree in trees)) for key in first}
-    if isinstance(first, list | tuple):
-        return [mapped(function, *leaves) for leaves in zip(*trees, strict=True)]
-    return function(*trees)
-
-
-def tensors_of(tree: object) -> list[Tensor]:
-    """Returns the leaves of nested dicts, lists and tuples that are tensors."""
-    leaves: list[object] = []
-    mapped(leaves.append, tree)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def cat(dim: int, *leaves: Tensor | Fixed) -> Tensor | Fixed:
-    """Joins one argument of several calls of a denoiser.
+def joined(parts: Sequence[Arguments], *, dim: int) -> Arguments:
+    """Joins the arguments of several calls of a denoiser: the conditions of trajectories.
 
     Args:
+        parts: conditions, whose tensors agree in their second dimension.
         dim: 0 joins images; 2 joins what a denoiser gets without the prompt and what it gets with it.
-        leaves: tensors [B, ...] that agree in their second dimension; or values that do not change.
 
     Raises:
-        ValueError: there are both, or an argument changes between steps in some of the calls alone.
+        ValueError: the arguments differ, or one changes between steps in some of the calls alone.
     """
-    tensors = tensors_of(leaves)
-    if not tensors:
-        return leaves[0]
-    if len(tensors) < len(leaves) or len({tensor.shape[1] for tensor in tensors}) > 1:
-        raise ValueError(DIFFERENT)
-    return torch.cat(tensors, dim)
+    if len(parts) == 1:
+        return parts[0]
+
+    def cat(*leaves: Tensor | Fixed) -> Tensor | Fixed:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not tensors:
+            return leaves[0]
+        if len(tensors) < len(leaves) or len({tensor.shape[1] for tensor in tensors}) > 1:
+            raise ValueError("An argument changes between the steps of some calls alone.")
+        return torch.cat(tensors, dim)
+
+    try:
+        return tree_map(cat, *of_one_length(parts))
+    except ValueError as error:
+        raise ValueError(
+            f"The pipeline calls its denoiser with different arguments, which DDPO cannot put in one batch: {error}"
+        ) from error
 
 
 def of_one_length(parts: Sequence[Arguments]) -> Sequence[Arguments]:
@@ -193,9 +179,13 @@ class Trajectories:
         """Returns the images of several calls of one pipeline with the same settings as one batch."""
         if len(parts) == 1:
             return parts[0]
-        texts = of_one_length([part.conditions for part in parts])
-        trees = [(part.first, part.latents, part.logprobs, text) for part, text in zip(parts, texts, strict=True)]
-        return cls(parts[0].schedule, *mapped(partial(cat, 0), *trees))
+        return cls(
+            parts[0].schedule,
+            torch.cat([part.first for part in parts]),
+            torch.cat([part.latents for part in parts]),
+            torch.cat([part.logprobs for part in parts]),
+            joined([part.conditions for part in parts], dim=0),
+        )
 
 
 @dataclass(frozen=True)
@@ -234,7 +224,7 @@ def sampled_pairs(
         path.schedule.steps.timesteps[steps],
         path.latents[rows, steps].to(first.dtype).to(device),
         path.logprobs[rows, steps].to(device),
-        mapped(argument, path.conditions),
+        tree_map(argument, path.conditions),
     )
 
 
@@ -246,7 +236,7 @@ def noised_pairs(
     Raises:
         ValueError: the denoiser's conditions depend on the latents of each step.
     """
-    if any(tensor.shape[1] > 1 for tensor in tensors_of(path.conditions)):
+    if any(isinstance(leaf, Tensor) and leaf.shape[1] > 1 for leaf in tree_leaves(path.conditions)):
         raise ValueError(
             "This pipeline's conditions depend on the latents of each step, which reward-weighted regression samples "
             "anew. Use estimator='is'."

@@ -15,9 +15,10 @@ from trimtab_common.reward_checks import checked_scores
 from trimtab_common.seeding import private_rngs
 from trimtab_common.stats import Deviation, Mean, Stats
 from trimtab_common.time_limit import reward_limit
+from trimtab_diffusion.compat.trees import tree_leaves
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.steps import Steps
-from trimtab_diffusion.trajectories import TEXT, Schedule, Trajectories, tensors_of
+from trimtab_diffusion.trajectories import TEXT, Schedule, Trajectories
 
 from .config import DDPOConfig
 
@@ -52,12 +53,13 @@ class Samples:
     def stats(self, advantages: Tensor, clip_range: float) -> Stats:
         """Statistics of rewards and advantages, of the trajectories' memory, and of the ratio's clip range."""
         path = self.trajectories
+        memory = sum(leaf.nbytes for leaf in tree_leaves(vars(path)) if isinstance(leaf, Tensor))
         return {
             "reward_mean": Mean.of(self.rewards),
             "reward_std": Deviation.of(self.rewards),
             "rewards": self.rewards,
             "advantages/zero": Mean.of((advantages == 0).float()),
-            "memory/trajectories_mb": sum(tensor.nbytes for tensor in tensors_of(vars(path))) / 1e6,
+            "memory/trajectories_mb": memory / 1e6,
             "clip_range": clip_range,
             "clip_range_nats": clip_range * path.dimensions,
             **self.others,
@@ -168,16 +170,12 @@ def score(
         timeout: seconds that a batch may take where several processes train; see `reward_limit`.
         workers: threads that score batches while others are sampled; None scores one after the other.
     """
-
-    def scored(batch: Sequence[Any]) -> tuple[Tensor, Any]:
-        return rewards_of(function(*batch[:3]), batch[1], name)
-
     if workers is None:
-        results = [reward_limit(timeout)(scored)(batch) for batch in batches]
+        results = [rewards_of(reward_limit(timeout)(function)(*batch[:3]), batch[1], name) for batch in batches]
     else:
         with ThreadPoolExecutor(workers) as pool:
-            pending = [pool.submit(scored, batch) for batch in batches]
-            results = [reward_limit(timeout)(future.result)() for future in pending]
+            pending = [(batch[1], pool.submit(function, *batch[:3])) for batch in batches]
+            results = [rewards_of(reward_limit(timeout)(each.result)(), prompts, name) for prompts, each in pending]
     rewards, metadata = zip(*results, strict=True)
     return list(rewards), list(metadata)
 

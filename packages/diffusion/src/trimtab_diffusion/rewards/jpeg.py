@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .batches import Images, Metadata, chunks
+from trimtab_common.images import to_pil
+
+from .batches import Images, Metadata
 
 QUALITY = 95
 
@@ -23,8 +25,8 @@ def jpeg_incompressibility(images: Images, prompts: Sequence[str], metadata: Met
         [B], in kB of 1000 bytes.
     """
     sizes = []
-    for (picture,) in chunks(images, 1):
-        picture.save(file := io.BytesIO(), format="JPEG", quality=QUALITY)
+    for image in images:
+        to_pil(image).save(file := io.BytesIO(), format="JPEG", quality=QUALITY)
         sizes.append(file.tell() / 1000)
     return torch.tensor(sizes)
 

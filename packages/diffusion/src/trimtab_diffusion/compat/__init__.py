@@ -1,0 +1,1 @@
+"""Names of torch that are private, with the versions on which they were read."""
