@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,18 @@ Rows = list[dict[str, list[int]]]
 FORMATS = (RowFormat.TOKENIZED, RowFormat.PROMPT_COMPLETION, RowFormat.TEXT)
 
 
-def facts_of(model: Model) -> dict[str, Any]:
-    """The facts of a model that the functions below take as arguments."""
-    return {
-        "is_encoder_decoder": bool(base_of(model).config.is_encoder_decoder),
-        "positions": Positions.of(model),
-        "vocab_size": vocabulary_size(model),
-    }
+class Reader(NamedTuple):
+    """What a model reads."""
+
+    is_encoder_decoder: bool
+    positions: Positions
+    vocab_size: int
+
+    @classmethod
+    def of(cls, model: Model) -> "Reader":
+        """What `model` reads."""
+        is_encoder_decoder = bool(base_of(model).config.is_encoder_decoder)
+        return cls(is_encoder_decoder, Positions.of(model), vocabulary_size(model))
 
 
 def rows_of_tensors(
@@ -36,27 +41,24 @@ def rows_of_tensors(
     attention_mask: Sequence[Tensor] | None,
     labels: Sequence[Tensor] | None,
     config: IterativeSFTConfig,
-    *,
-    is_encoder_decoder: bool,
-    vocab_size: int,
-    positions: Positions | None = None,
+    reader: Reader,
 ) -> Rows:
     """`input_ids` and `labels` of each row, without masked positions; see IterativeSFTTrainer.step."""
     if input_ids is None:
         raise ValueError("step() got neither input_ids nor texts. Give one of them.")
-    if is_encoder_decoder and labels is None:
+    if reader.is_encoder_decoder and labels is None:
         raise ValueError("An encoder-decoder model needs labels beside input_ids: what the decoder is to write.")
     _check_lists(input_ids, {"attention_mask": attention_mask, "labels": labels})
     for i, ids in enumerate(input_ids):
         if isinstance(ids, Tensor) and ids.dim() != 1:
             raise ValueError(f"input_ids[{i}] has shape {list(ids.shape)}; a 1-D tensor of token ids is needed.")
-    check_ids("input_ids", input_ids, vocab_size)
+    check_ids("input_ids", input_ids, reader.vocab_size)
     if labels is not None:
-        check_ids("labels", labels, vocab_size, ignored=-100)
+        check_ids("labels", labels, reader.vocab_size, ignored=-100)
     rows = []
     for i, ids in enumerate(input_ids):
         row = {"input_ids": ids.tolist(), "labels": (ids if labels is None else labels[i]).tolist()}
-        if is_encoder_decoder:
+        if reader.is_encoder_decoder:
             row["labels"] = [label for label in row["labels"] if label != -100]
         elif len(row["labels"]) != len(ids):
             raise ValueError(
@@ -65,11 +67,11 @@ def rows_of_tensors(
             )
         if attention_mask is not None:
             check_mask(f"attention_mask[{i}]", attention_mask[i], ids, of="row of input_ids")
-            row = _without_padding(row, attention_mask[i], is_encoder_decoder=is_encoder_decoder)
-        if not is_encoder_decoder:
+            row = _without_padding(row, attention_mask[i], is_encoder_decoder=reader.is_encoder_decoder)
+        if not reader.is_encoder_decoder:
             _check_labels(row, i)
         rows.append(row)
-    return _cut(rows, config, is_encoder_decoder=is_encoder_decoder, positions=positions)
+    return _cut(rows, config, reader)
 
 
 def rows_of_texts(
@@ -77,13 +79,10 @@ def rows_of_texts(
     texts_labels: Sequence[str] | None,
     tokenizer: PreTrainedTokenizerBase,
     config: IterativeSFTConfig,
-    *,
-    is_encoder_decoder: bool,
-    vocab_size: int,
-    positions: Positions | None = None,
+    reader: Reader,
 ) -> Rows:
     """`input_ids` and `labels` of each text; see IterativeSFTTrainer.step."""
-    if is_encoder_decoder and texts_labels is None:
+    if reader.is_encoder_decoder and texts_labels is None:
         raise ValueError("An encoder-decoder model needs texts_labels beside texts: what the decoder is to write.")
     _check_lists(texts, {"texts_labels": texts_labels})
     targets = texts if texts_labels is None else texts_labels
@@ -94,43 +93,35 @@ def rows_of_texts(
     for i, (text, target) in enumerate(zip(texts, targets, strict=True)):
         if not target:
             raise ValueError(f"texts_labels[{i}] is empty: there is nothing to learn from the row. Leave it out.")
-        if is_encoder_decoder:
+        if reader.is_encoder_decoder:
             rows.append(encode_seq2seq(tokenizer, text, target))
         else:
             rows.append(_learning(tokenizer, text, target, i))
-    check_ids("texts", [torch.tensor(row["input_ids"]) for row in rows], vocab_size)
-    return _cut(rows, config, is_encoder_decoder=is_encoder_decoder, positions=positions)
+    check_ids("texts", [torch.tensor(row["input_ids"]) for row in rows], reader.vocab_size)
+    return _cut(rows, config, reader)
 
 
 def tokenize_dataset(
-    dataset: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    config: IterativeSFTConfig,
-    *,
-    is_encoder_decoder: bool,
-    vocab_size: int,
-    positions: Positions | None = None,
+    dataset: Any, tokenizer: PreTrainedTokenizerBase, config: IterativeSFTConfig, reader: Reader
 ) -> Any:
     """A data set as `input_ids` and `labels`; None stays None."""
     if dataset is None:
         return None
     dataset = as_data(dataset)
     kind = row_format(columns_of(dataset), FORMATS, needed_for="IterativeSFT")
-    facts: dict[str, Any] = {"is_encoder_decoder": is_encoder_decoder, "positions": positions}
-    options = facts | {"vocab_size": vocab_size}
 
     def encode(row: Mapping[str, Any]) -> dict[str, list[int]]:
         if kind == RowFormat.TOKENIZED:
             ids, mask, labels = (None if row.get(name) is None else [torch.tensor(row[name])] for name in COLUMNS)
-            return rows_of_tensors(ids, mask, labels, config, **options)[0]
+            return rows_of_tensors(ids, mask, labels, config, reader)[0]
         if kind == RowFormat.TEXT:
-            return rows_of_texts([row["text"]], None, tokenizer, config, **options)[0]
-        if is_encoder_decoder:
-            return _cut([encode_seq2seq(tokenizer, row["prompt"], row["completion"])], config, **facts)[0]
+            return rows_of_texts([row["text"]], None, tokenizer, config, reader)[0]
+        if reader.is_encoder_decoder:
+            return _cut([encode_seq2seq(tokenizer, row["prompt"], row["completion"])], config, reader)[0]
         encoded = encode_prompt_completion(tokenizer, row["prompt"], row["completion"])
         pairs = zip(encoded["input_ids"], encoded["completion_mask"], strict=True)
         row = {"input_ids": encoded["input_ids"], "labels": [token if one else -100 for token, one in pairs]}
-        return _cut([row], config, **facts)[0]
+        return _cut([row], config, reader)[0]
 
     return prepare_dataset(dataset, encode, desc="tokenizing")
 
@@ -182,16 +173,14 @@ def _learning(tokenizer: PreTrainedTokenizerBase, text: str, target: str, i: int
     return {"input_ids": ids, "labels": [token if one else -100 for token, one in zip(ids, mask, strict=True)]}
 
 
-def _cut(
-    rows: Rows, config: IterativeSFTConfig, *, is_encoder_decoder: bool, positions: Positions | None = None
-) -> Rows:
+def _cut(rows: Rows, config: IterativeSFTConfig, reader: Reader) -> Rows:
     """The rows at most max_length tokens long, with one warning of how much was cut.
 
     Raises ValueError for a row that holds nothing to learn, or is longer than the model's positions.
     """
     kept, cut = [], 0
     for i, row in enumerate(rows):
-        columns = (("input_ids",), ("labels",)) if is_encoder_decoder else (("input_ids", "labels"),)
+        columns = (("input_ids",), ("labels",)) if reader.is_encoder_decoder else (("input_ids", "labels"),)
         short: dict[str, list[int]] = {}
         for own in columns:
             ids, mask = row[own[0]], [int(label != -100) for label in row[own[-1]]]
@@ -200,16 +189,15 @@ def _cut(
             short[own[0]] = result.input_ids
             labels = [token if one else -100 for token, one in zip(result.input_ids, result.mask, strict=True)]
             short[own[-1]] = labels if own[-1] == "labels" else result.input_ids
-        counted = short["labels"] if is_encoder_decoder else short["labels"][1:]
+        counted = short["labels"] if reader.is_encoder_decoder else short["labels"][1:]
         if all(label == -100 for label in counted):
             raise ValueError(
                 f"Row {i} has no token that counts and that another predicts (max_length={config.max_length}). Leave "
                 "the row out, raise max_length, or check its labels."
             )
-        if positions is not None:
-            lengths = {"encoder": len(short["input_ids"]), "decoder": len(short["labels"])}
-            remedy = f"Set max_length ({config.max_length}) to cut it, or leave it out."
-            positions.check(f"Row {i} is too long", **lengths, remedy=remedy)
+        lengths = {"encoder": len(short["input_ids"]), "decoder": len(short["labels"])}
+        remedy = f"Set max_length ({config.max_length}) to cut it, or leave it out."
+        reader.positions.check(f"Row {i} is too long", **lengths, remedy=remedy)
         kept.append(short)
     if cut:
         warnings.warn(

@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from accelerate.checkpointing import load_accelerator_state
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerState
 from transformers.integrations.deepspeed import deepspeed_init
@@ -28,6 +29,7 @@ from trimtab_lm.hf.models import load_weights
 from trimtab_lm.hf.types import Batch
 from trimtab_lm.interface import Model, base_of
 
+from .algorithm import batches_of_updates
 from .config import IterativeSFTConfig
 from .data import Rows
 
@@ -41,11 +43,6 @@ class Progress:
 
     calls: int = 0
     updates: int = 0
-
-    def count_update(self, updates_of_call: int) -> None:
-        """Count one of a call's updates."""
-        is_last = self.updates + 1 == updates_of_call
-        self.calls, self.updates = (self.calls + 1, 0) if is_last else (self.calls, self.updates + 1)
 
 
 class StepRun:
@@ -61,6 +58,8 @@ class StepRun:
 
     def __init__(self, trainer: LabelTrainer[IterativeSFTConfig]) -> None:
         self.trainer: Any = trainer  # Trainer declares its optimizer, schedule, state and engine too narrowly
+        if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # which make it over the sharded parameters
+            trainer.create_optimizer()
         self.progress = Progress()
         self.unlogged_loss = torch.zeros((), device=trainer.args.device)
         self._last_log = 0
@@ -73,63 +72,72 @@ class StepRun:
 
     # A call of step ---------------------------------------------------------------------------------------------------
 
-    def begin_call(self, rows: int) -> None:
-        """Start the run at the first call, and check that this process may train on so many rows. Collective."""
-        trainer = self.trainer
+    def begin_call(self, rows: Rows) -> list[list[Batch]]:
+        """Start the run at the first call, and check the rows' number. Collective.
+
+        Returns:
+            The batches of each update, in an order that depends on the seed and the number of the call alone.
+        """
+        trainer, args = self.trainer, self.trainer.args
         trainer.ending.interruption.begin_step()
         if not self._is_started:
             self._start(trainer.open_run(None))
-        counts = gather_over_ranks(rows)
+        counts = gather_over_ranks(len(rows))
         if len(set(counts)) > 1:
             raise ValueError(
                 f"The processes gave {counts} rows to step, and would wait for one another. Give each the same number."
             )
         if self._is_finished:
             raise ValueError(
-                f"max_steps={trainer.args.max_steps} optimizer steps are done, and the learning rate's schedule has "
+                f"max_steps={args.max_steps} optimizer steps are done, and the learning rate's schedule has "
                 "ended. Raise max_steps, or leave it out for a constant learning rate."
             )
-
-    def windows(self, rows: Rows) -> list[list[Batch]]:
-        """The batches of each update, in an order that depends on the seed and the number of the call alone."""
-        trainer, args = self.trainer, self.trainer.args
         seed = sampling_seed(args.seed, rank=args.process_index, draw=self.progress.calls)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-        batches = [trainer.data_collator([rows[i] for i in part]) for part in order.split(args.train_batch_size)]
-        size = args.gradient_accumulation_steps
-        return [batches[start : start + size] for start in range(0, len(batches), size)]
+        sizes = {"batch_size": args.train_batch_size, "accumulation": args.gradient_accumulation_steps}
+        return batches_of_updates(rows, trainer.data_collator, **sizes, seed=seed)
 
-    def update(self, window: Sequence[Batch]) -> dict[str, Any]:
-        """One optimizer step over micro-batches; returns its statistics."""
-        trainer, accelerator, notify = self.trainer, self.trainer.accelerator, self.notify
-        model, count = trainer.model_wrapped, trainer.items_of(window)
-        notify("on_step_begin")
-        for i, batch in enumerate(window):
-            accelerator.sync_gradients = is_last = i == len(window) - 1
+    # An optimizer step: see `algorithm.Optimizer` ---------------------------------------------------------------------
+
+    def parts(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """Yields the batches of an optimizer step; gradients are exchanged with the last."""
+        accelerator, model = self.trainer.accelerator, self.trainer.model_wrapped
+        self.notify("on_step_begin")
+        for i, batch in enumerate(batches):
+            accelerator.sync_gradients = is_last = i == len(batches) - 1
             exchanges = is_last or accelerator.distributed_type == DistributedType.DEEPSPEED
             with nullcontext() if exchanges else accelerator.no_sync(model):
-                self.unlogged_loss += trainer.training_step(model, batch, count)
-            trainer.current_flos += int(trainer.floating_point_ops(batch))
+                yield batch
             if not is_last:
-                notify("on_substep_end")
+                self.notify("on_substep_end")
+
+    def backward(self, batch: Batch, count: Tensor) -> None:
+        """Forward and backward of a batch, as in `Trainer.train`."""
+        trainer = self.trainer
+        self.unlogged_loss += trainer.training_step(trainer.model_wrapped, batch, count)
+        trainer.current_flos += int(trainer.floating_point_ops(batch))
+
+    def step(self) -> dict[str, Any]:
+        """Clips the gradient, changes the weights and moves the schedule; calls the callbacks of `Trainer.train`."""
+        trainer, accelerator, model = self.trainer, self.trainer.accelerator, self.trainer.model_wrapped
         norm = accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm or float("inf"))
-        notify("on_pre_optimizer_step")
+        self.notify("on_pre_optimizer_step")
         trainer.optimizer.step()
-        notify("on_optimizer_step")
+        self.notify("on_optimizer_step")
         learning_rate = trainer.optimizer.param_groups[0]["lr"]
         if not (accelerator.optimizer_step_was_skipped or isinstance(trainer.lr_scheduler, ReduceLROnPlateau)):
             trainer.lr_scheduler.step()
         model.zero_grad()
         trainer.state.global_step += 1
-        notify("on_step_end")
-        grad_norm = None if norm is None else float(norm)
-        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "num_tokens": int(count)}
+        self.notify("on_step_end")
+        return {"grad_norm": None if norm is None else float(norm), "learning_rate": learning_rate}
 
     def after_update(self, update: dict[str, Any], updates_of_call: int) -> None:
         """Count an update; log, evaluate and save where the callbacks ask for it; end the process at a signal."""
-        trainer = self.trainer
-        self.progress.count_update(updates_of_call)
-        trainer.state.epoch = self.progress.calls + self.progress.updates / updates_of_call
+        trainer, progress = self.trainer, self.progress
+        progress.updates += 1
+        if progress.updates == updates_of_call:
+            progress.calls, progress.updates = progress.calls + 1, 0
+        trainer.state.epoch = progress.calls + progress.updates / updates_of_call
         if trainer.control.should_log:
             updates, self._last_log = trainer.state.global_step - self._last_log, trainer.state.global_step
             loss = trainer.accelerator.reduce(self.unlogged_loss, reduction="mean").item() / updates
@@ -143,7 +151,7 @@ class StepRun:
                 trainer.control.should_save = is_best
         if trainer.control.should_save:
             self.save()
-        if trainer.ending.stops and self.progress.updates:
+        if trainer.ending.stops and progress.updates:
             trainer.ending.interruption.end()
 
     def end_call(self) -> None:

@@ -14,10 +14,10 @@ from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.tracking import Recorder
 from trimtab_lm.interface import Model, Processor
 from trimtab_lm.legacy.arguments import ITERATIVE_SFT, takes_constructor_of_2024
-from trimtab_lm.sft.algorithm import score_labels, token_nll
 
+from .algorithm import loss, update
 from .config import IterativeSFTConfig
-from .data import facts_of, rows_of_tensors, rows_of_texts, tokenize_dataset
+from .data import Reader, rows_of_tensors, rows_of_texts, tokenize_dataset
 from .run import StepRun
 
 
@@ -40,9 +40,6 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         peft_config: adapters to add.
     """
 
-    optimizer: Any  # None until the run starts on a sharded engine
-    lr_scheduler: Any
-
     @takes_constructor_of_2024(IterativeSFTConfig, ITERATIVE_SFT)
     def __init__(
         self,
@@ -64,18 +61,14 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         language_model = load_language_model(model, args.model_init_kwargs)
         super().__init__(language_model, args, processing_class, None, peft_config, data=data, **hooks)
-        self.model_facts = facts_of(self.model)
+        self.reader = Reader.of(self.model)
         if data_collator is None:
             pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
             self.data_collator = document_collator(self, next((one for one in (pad, eos) if one is not None), 0))
         prepare_datasets(self)
-        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # which make it over the sharded parameters
-            self.create_optimizer()
         self.run = StepRun(self)
         self.progress = self.run.progress
         self.call_stats = Recorder()  # of one call of step; `recorder` holds those since the last log
-
-    # One call ---------------------------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -108,15 +101,13 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
                 longer than the model's positions, or max_steps is reached.
         """
         if texts is not None:
-            rows = rows_of_texts(texts, texts_labels, self.tokenizer, self.config, **self.model_facts)
+            rows = rows_of_texts(texts, texts_labels, self.tokenizer, self.config, self.reader)
         else:
-            rows = rows_of_tensors(input_ids, attention_mask, labels, self.config, **self.model_facts)
-        self.run.begin_call(len(rows))
-        windows = self.run.windows(rows)
-        summary: dict[str, Any] = {}
-        num_tokens = 0
+            rows = rows_of_tensors(input_ids, attention_mask, labels, self.config, self.reader)
+        windows = self.run.begin_call(rows)
+        summary, num_tokens = dict[str, Any](), 0
         for window in windows[self.progress.updates :]:  # those before were done before the checkpoint
-            summary = self.run.update(window)
+            summary = update(window, self.run, count=self.items_of(window))
             num_tokens += summary["num_tokens"]
             self.run.after_update(summary, len(windows))
         self.run.end_call()
@@ -125,15 +116,14 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
 
     def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
         """The dataset as `input_ids` and `labels`."""
-        return tokenize_dataset(dataset, self.tokenizer, self.config, **self.model_facts)
+        return tokenize_dataset(dataset, self.tokenizer, self.config, self.reader)
 
     def batch_loss(self, model: nn.Module, batch: Batch, items: Tensor) -> BatchLoss:
         """-sum of log p over the tokens that count, divided by their number in the whole step."""
-        scores = score_labels(model, batch, policy=self.model)
+        batch_loss, scores = loss(model, batch, policy=self.model, count=items)
         stats = label_stats(scores)
-        if model.training:
-            self.call_stats.add({"loss": stats["loss"]}, training=True)
-        return BatchLoss(token_nll(scores, count=items), stats)
+        self.call_stats.add({"loss": stats["loss"]}, training=model.training)
+        return BatchLoss(batch_loss, stats)
 
     def train(
         self,
@@ -148,8 +138,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             resume_from_checkpoint: a checkpoint's folder, or True for the last one in output_dir. A checkpoint that was
                 saved in the middle of a call of `step` needs that call again, with the same rows: its updates that were
                 done are left out.
-            trial: the trial of a hyperparameter search.
-            ignore_keys_for_eval: as in transformers.
+            trial, ignore_keys_for_eval: as in transformers.
             kwargs: none; the documented signature has them.
 
         Raises:

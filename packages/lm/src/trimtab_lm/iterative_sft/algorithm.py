@@ -1,0 +1,71 @@
+"""IterativeSFT: one pass over the rows that a caller chose, in optimizer steps of several batches."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trimtab_lm.hf.types import Batch
+from trimtab_lm.interface import Model
+from trimtab_lm.sft.algorithm import score_labels, token_nll
+from trimtab_lm.tokens.scores import TokenScores
+
+
+class Optimizer(Protocol):
+    """Takes optimizer steps, each of several batches."""
+
+    def parts(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """The batches of a step."""
+
+    def backward(self, batch: Batch, count: Tensor) -> None:
+        """Adds the gradient of a batch's loss, which is divided by `count`."""
+
+    def step(self) -> dict[str, Any]:
+        """Changes the weights; returns `grad_norm` and `learning_rate`."""
+
+
+def batches_of_updates(
+    rows: Sequence[Any], collate: Callable[[list[Any]], Batch], *, batch_size: int, accumulation: int, seed: int
+) -> list[list[Batch]]:
+    """The batches of each update: each row once, in random order.
+
+    Args:
+        rows: what the caller passed to `step`, tokenized.
+        collate: from rows to a batch.
+        batch_size: rows of a batch; the last one may be shorter.
+        accumulation: batches of an update; the last one may have fewer.
+        seed: the order depends on it alone.
+    """
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    batches = [collate([rows[i] for i in part]) for part in order.split(batch_size)]
+    return [batches[start : start + accumulation] for start in range(0, len(batches), accumulation)]
+
+
+def update(batches: Sequence[Batch], optimizer: Optimizer, *, count: Tensor) -> dict[str, Any]:
+    """One optimizer step: descends -log p, averaged over the tokens of all batches and processes.
+
+    Args:
+        batches: this process's batches.
+        optimizer: differentiates `loss` and takes the step.
+        count: the tokens that count, over all batches and processes.
+
+    Returns:
+        `grad_norm`, `learning_rate` and `num_tokens`.
+    """
+    for batch in optimizer.parts(batches):
+        optimizer.backward(batch, count)
+    return optimizer.step() | {"num_tokens": int(count)}
+
+
+def loss(model: nn.Module, batch: Batch, *, policy: Model, count: Tensor) -> tuple[Tensor, TokenScores]:
+    """A batch's part of an update's loss, -sum of log p over `count`, and the scores of its tokens.
+
+    Args:
+        model: as it is wrapped.
+        batch: model inputs and `labels` [B, T], -100 where a token does not count.
+        policy: the same model, not wrapped.
+        count: the tokens that count, over all batches and processes.
+    """
+    scores = score_labels(model, batch, policy=policy)
+    return token_nll(scores, count=count), scores
