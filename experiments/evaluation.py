@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
-from experiments.runs import sampled
+from experiments.run_folders import sampled
 from trimtab_lm.sampling.generate import pad, response_texts
 from trimtab_lm.tokens.logprobs import LanguageHead
 

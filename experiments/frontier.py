@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from experiments.assets import openings, stories15m
 from experiments.assets.registry import build_once, cache_dir
 from experiments.evaluation import continued
-from experiments.runs import Run
+from experiments.run_folders import Run
 
 LEAST_EFFECTIVE = 10.0  # samples for each prompt, below which the curve ends
 TEMPERATURES = 400  # values of beta

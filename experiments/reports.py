@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from experiments.claims import HEADINGS, Claim, Numbers, Verdict, judge, rounded, to_json
 from experiments.figures import write_page
 from experiments.provenance import in_words
-from experiments.runs import Run, finished_runs
+from experiments.run_folders import Run, finished_runs
 
 NUMBERS, MARKDOWN = "numbers.json", "report.md"
 HOW = (

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.runs import Run
+from experiments.run_folders import Run
 
 SAMPLES = "samples.json"  # in a run's folder: heading -> cells, one for each sample
 WORST = 3  # samples with the lowest rewards, which the report always shows

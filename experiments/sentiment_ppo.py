@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued, kl_of_samples
-from experiments.runs import append, close_folder, open_folder, read_history, show, write_per_prompt
+from experiments.run_folders import append, close_folder, open_folder, read_history, show, write_per_prompt
 from experiments.samples import write_answers
 from trimtab_common.config import to_flat_dict
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed

@@ -211,7 +211,7 @@ def test_experiments_import_packages_and_their_own_folder(file: str):
         ("trimtab_diffusion", "from tools import sizes"),
         ("trimtab_lm", "import tests.tiny"),
         ("trimtab_lm", "from trimtab_cli.main import main"),
-        ("trimtab_cli", "from experiments import runs"),
+        ("trimtab_cli", "from experiments import run_folders"),
     ],
 )
 def test_a_wrong_direction_is_seen(package: str, source: str):

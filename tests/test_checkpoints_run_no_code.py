@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tools.chaos import works
 
+from trimtab_common.checkpoint_shards import refuse_code
 from trimtab_common.sealing import MANIFEST, CheckpointError, main
-from trimtab_common.shards import refuse_code
 
 TRAINERS = ("ppo", "ddpo", "sft", "dpo", "reward", "grpo", "iterative_sft")
 SCHEDULE = {"scheduler.pt", "custom_checkpoint_0.pkl"}

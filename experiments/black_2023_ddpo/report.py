@@ -11,7 +11,7 @@ from torch import Tensor
 from experiments.claims import Claim, Numbers
 from experiments.figures import Curve, curves, tiled
 from experiments.reports import Report, main, seeds_in_words
-from experiments.runs import Run, by, of_seeds
+from experiments.run_folders import Run, by, of_seeds
 
 BEFORE, AFTER = "before.png", "after.png"
 TITLE = "Rewards for what a diffusion model draws, by DDPO"

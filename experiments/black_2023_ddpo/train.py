@@ -20,7 +20,7 @@ from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
 from experiments.black_2023_ddpo.report import AFTER, BEFORE, CLAIM, CONTROL, HELD_OUT, TITLE, contact_sheet, read
 from experiments.black_2023_ddpo.shapes import CAPTIONS, TRAINED, colour_match, rgb_alignment, shape_match
 from experiments.reports import report_on_run
-from experiments.runs import append, close_folder, from_recipe, open_folder, write_per_prompt
+from experiments.run_folders import append, close_folder, from_recipe, open_folder, write_per_prompt
 from trimtab_common.config import to_flat_dict
 from trimtab_common.tracking import progress
 from trimtab_diffusion import prompts as prompt_sets

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from experiments.evaluation import answer_logprobs
-from experiments.runs import close_folder, finished_runs, write_per_prompt
+from experiments.run_folders import close_folder, finished_runs, write_per_prompt
 
 NATS, DISTINCT = "nats_per_token", "distinct_2"
 

@@ -7,7 +7,7 @@ from typing import Any
 from experiments.assets import openings
 from experiments.dong_2023_raft.measures import DISTINCT, NATS, add_results, distinct, nats_per_token
 from experiments.evaluation import continued
-from experiments.runs import from_recipe
+from experiments.run_folders import from_recipe
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import StoriesRun, load, train
 from trimtab_lm import PPOConfig, PPOTrainer

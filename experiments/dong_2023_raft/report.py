@@ -9,7 +9,7 @@ from experiments.claims import Claim, Numbers
 from experiments.dong_2023_raft.measures import DISTINCT, NATS
 from experiments.figures import Curve, curves
 from experiments.reports import Report, main
-from experiments.runs import Run, by, of_seeds
+from experiments.run_folders import Run, by, of_seeds
 from experiments.samples import samples_of
 from experiments.sentiment_ppo import REWARD
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from experiments.assets import Split, model_folder, openings
 from experiments.dong_2023_raft.measures import DISTINCT, NATS, distinct, nats_per_token
 from experiments.evaluation import continued
-from experiments.runs import begin, finish, from_recipe, show, write_per_prompt
+from experiments.run_folders import begin, finish, from_recipe, show, write_per_prompt
 from experiments.samples import write_answers
 from experiments.sentiment import sentiment
 from trimtab_cli.raft import one_round

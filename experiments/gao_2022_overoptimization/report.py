@@ -14,7 +14,7 @@ from experiments.claims import Claim, Numbers
 from experiments.gao_2022_overoptimization import best_of_n
 from experiments.gao_2022_overoptimization.curve import BEST_OF_N, FORMS, RL, Fit, Form, fit, running_mean
 from experiments.reports import Report, main
-from experiments.runs import Run, by, of_seeds
+from experiments.run_folders import Run, by, of_seeds
 from experiments.samples import samples_of
 from experiments.sentiment_ppo import KL, REWARD
 

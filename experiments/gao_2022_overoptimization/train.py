@@ -16,7 +16,7 @@ from experiments.gao_2022_overoptimization.gold import load_gold
 from experiments.gao_2022_overoptimization.report import CLAIM, FIRST, GOLD, SECOND, TITLE, read
 from experiments.proxy import Normalised, Sampler, Score, learn_proxy, shuffled
 from experiments.reports import report_on_run
-from experiments.runs import from_recipe
+from experiments.run_folders import from_recipe
 from experiments.sentiment_ppo import KL, StoriesRun, load, train
 from trimtab_lm import PPOConfig, PPOTrainer
 

@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 from experiments.claims import Claim, Numbers
 from experiments.huang_2024_details.details import DETAILS
 from experiments.reports import Report, main, seeds_in_words, spread
-from experiments.runs import Run, of_seeds
+from experiments.run_folders import Run, of_seeds
 from experiments.samples import samples_of
 from experiments.sentiment_ppo import EVAL_KL, EVAL_REWARD
 

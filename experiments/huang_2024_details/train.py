@@ -7,7 +7,7 @@ from accelerate import PartialState
 from experiments.huang_2024_details.details import RECIPE, DetailsPPOConfig, make_trainer
 from experiments.huang_2024_details.report import CLAIM, TITLE, read
 from experiments.reports import report_on_run
-from experiments.runs import from_recipe
+from experiments.run_folders import from_recipe
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import StoriesRun, train
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued
-from experiments.runs import finish, show, write_per_prompt
+from experiments.run_folders import finish, show, write_per_prompt
 from experiments.samples import write_answers
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import Evaluation, Look

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.runs import from_recipe
+from experiments.run_folders import from_recipe
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import StoriesRun, train
 from trimtab_lm import PPOConfig

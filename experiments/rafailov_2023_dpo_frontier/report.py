@@ -9,7 +9,7 @@ from experiments.claims import Claim, Numbers
 from experiments.figures import Point, curves, frontier
 from experiments.frontier import Frontier, frontier_of
 from experiments.reports import Report, main
-from experiments.runs import Run, by
+from experiments.run_folders import Run, by
 from experiments.samples import samples_of
 from experiments.sentiment import sentiment
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from experiments.rafailov_2023_dpo_frontier.pairs import PAPER, RunConfig, follow, learnt, load, pairs_of
-from experiments.runs import begin, from_recipe
+from experiments.run_folders import begin, from_recipe
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import Evaluation
 from trimtab_lm.sft import SFTConfig, SFTTrainer

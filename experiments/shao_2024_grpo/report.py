@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from experiments.claims import Claim, Numbers
 from experiments.figures import curves
 from experiments.reports import Report, main
-from experiments.runs import Run, by, of_seeds
+from experiments.run_folders import Run, by, of_seeds
 from experiments.samples import samples_of
 
 TITLE = "Sums by GRPO"

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from experiments.assets import model_folder
-from experiments.runs import begin, finish, from_recipe, show, write_per_prompt
+from experiments.run_folders import begin, finish, from_recipe, show, write_per_prompt
 from experiments.samples import write_samples
 from experiments.shao_2024_grpo.answers import right, scores_of
 from experiments.shao_2024_grpo.variance import gradient_variances

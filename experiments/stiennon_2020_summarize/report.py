@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from experiments.claims import Claim, Numbers
 from experiments.figures import Curve, curves
 from experiments.reports import Report, main, seeds_in_words
-from experiments.runs import Run, of_seeds
+from experiments.run_folders import Run, of_seeds
 from experiments.samples import SAMPLES
 
 TITLE = "Fine-tuning, a reward model of comparisons, PPO and best-of-n"

@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from experiments.assets import imdb_reviews, model_folder, preferences
-from experiments.runs import begin, finish, from_recipe
+from experiments.run_folders import begin, finish, from_recipe
 from trimtab_lm.reward import RewardConfig, RewardTrainer
 
 PAPER = "stiennon_2020_summarize"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.runs import from_recipe
+from experiments.run_folders import from_recipe
 from trimtab_lm import PPOConfig
 
 RECIPE = Path(__file__).with_name("recipe.yaml")

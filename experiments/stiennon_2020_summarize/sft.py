@@ -9,7 +9,7 @@ from pathlib import Path
 from datasets import Dataset, load_dataset
 
 from experiments.assets import model_folder, state_of_the_union
-from experiments.runs import begin, finish, from_recipe, show, texts
+from experiments.run_folders import begin, finish, from_recipe, show, texts
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 

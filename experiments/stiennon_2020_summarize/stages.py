@@ -23,7 +23,7 @@ from transformers import (
 from experiments.assets import imdb_reviews
 from experiments.best_of import expected_best_of, kl_of_best
 from experiments.evaluation import continued, kl_of_samples
-from experiments.runs import append, from_recipe, read_history
+from experiments.run_folders import append, from_recipe, read_history
 from experiments.samples import first_and_worst
 from experiments.stiennon_2020_summarize import reward as reward_stage
 from experiments.stiennon_2020_summarize import sft as sft_stage

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from experiments.assets import model_folder
 from experiments.assets.registry import scratch
 from experiments.reports import report_on_run
-from experiments.runs import close_folder, open_folder, write_per_prompt
+from experiments.run_folders import close_folder, open_folder, write_per_prompt
 from experiments.samples import SAMPLES
 from experiments.stiennon_2020_summarize.comparisons import gold_score
 from experiments.stiennon_2020_summarize.judgements import learn_judgements

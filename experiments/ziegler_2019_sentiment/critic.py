@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from experiments.claims import Claim, Numbers
 from experiments.figures import curves
 from experiments.reports import Report, main, seeds_in_words
-from experiments.runs import Run, by, of_seeds
+from experiments.run_folders import Run, by, of_seeds
 from experiments.sentiment_ppo import KL, REWARD
 
 TITLE = "PPO's value function, warm-up and KL controller"

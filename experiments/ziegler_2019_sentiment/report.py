@@ -9,7 +9,7 @@ from experiments.claims import Claim, Numbers
 from experiments.figures import curves
 from experiments.frontier import Frontier, frontier_of
 from experiments.reports import Report, main, seeds_in_words
-from experiments.runs import Run, by, of_seeds
+from experiments.run_folders import Run, by, of_seeds
 from experiments.samples import samples_of
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import KL, REWARD

@@ -10,7 +10,7 @@ from accelerate import PartialState
 from experiments.assets import openings
 from experiments.proxy import Proxy, Sampler, Samples, learn_proxy, shuffled
 from experiments.reports import report_on_run
-from experiments.runs import from_recipe
+from experiments.run_folders import from_recipe
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import StoriesRun, load, train
 from experiments.ziegler_2019_sentiment.report import CLAIM, TITLE, read

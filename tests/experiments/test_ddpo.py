@@ -23,7 +23,7 @@ from experiments.black_2023_ddpo.shapes import (
 )
 from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
 from experiments.claims import judge
-from experiments.runs import Run, finished_runs
+from experiments.run_folders import Run, finished_runs
 from trimtab_diffusion.rewards import AestheticScore, ClipAlignment, jpeg_incompressibility
 
 ROOT = Path(train.__file__).parents[2]

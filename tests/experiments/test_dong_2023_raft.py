@@ -16,7 +16,7 @@ from experiments.claims import Verdict, judge
 from experiments.dong_2023_raft import ppo, train
 from experiments.dong_2023_raft.measures import distinct, nats_per_token
 from experiments.dong_2023_raft.report import read
-from experiments.runs import Run, finished_runs
+from experiments.run_folders import Run, finished_runs
 
 OPENINGS = ["the cat", "a dog", "he went", "so it", "one day", "at the"]
 

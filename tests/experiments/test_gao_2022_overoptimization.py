@@ -22,7 +22,7 @@ from experiments.gao_2022_overoptimization.curve import BEST_OF_N, RL, Fit, Form
 from experiments.gao_2022_overoptimization.gold import learn_head, sentence_vectors
 from experiments.gao_2022_overoptimization.report import FIRST, GOLD, SECOND, Course, read
 from experiments.proxy import Normalised, Proxy, Sampler, Samples, learn_weight, text_states
-from experiments.runs import Run, read_history
+from experiments.run_folders import Run, read_history
 from trimtab_lm import PPOConfig
 
 WORDS = ["bad", "good", "dog", "cat", "red", "sad", "big", "odd"]

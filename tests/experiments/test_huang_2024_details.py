@@ -15,7 +15,7 @@ from experiments import sentiment_ppo
 from experiments.claims import judge
 from experiments.huang_2024_details import report, train
 from experiments.huang_2024_details.details import DETAILS, make_trainer
-from experiments.runs import Run
+from experiments.run_folders import Run
 from experiments.samples import SAMPLES
 from trimtab_cli.sweep.spec import read_sweep
 from trimtab_cli.sweep.study import parameters_at

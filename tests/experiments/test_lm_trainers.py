@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from experiments.dong_2023_raft import train as raft
 from experiments.rafailov_2023_dpo_frontier import train as dpo
-from experiments.runs import read_history
+from experiments.run_folders import read_history
 from experiments.shao_2024_grpo import train as grpo
 from experiments.stiennon_2020_summarize import reward, sft
 

@@ -18,7 +18,7 @@ from experiments.claims import judge
 from experiments.frontier import Frontier
 from experiments.rafailov_2023_dpo_frontier import pairs, ppo, report, sft, train
 from experiments.rafailov_2023_dpo_frontier.report import best_within, points_of, read
-from experiments.runs import Run, finished_runs
+from experiments.run_folders import Run, finished_runs
 
 OPENINGS = ["the cat", "a dog", "he went", "so it", "one day", "at the"]
 

@@ -15,7 +15,7 @@ from experiments.claims import Claim, from_json, judge
 from experiments.evaluation import continued, kl_of_samples
 from experiments.provenance import in_words
 from experiments.reports import Report, spread
-from experiments.runs import (
+from experiments.run_folders import (
     Run,
     append,
     by,

@@ -43,7 +43,7 @@ REPORT = """
 from matplotlib import pyplot as plt
 from experiments.claims import Claim
 from experiments.reports import Report, main
-from experiments.runs import of_seeds
+from experiments.run_folders import of_seeds
 
 def read(runs):
     scores = of_seeds(runs, lambda run: run.summary["score"])

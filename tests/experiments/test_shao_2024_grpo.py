@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from tests.lm import tiny
 
 from experiments.claims import judge
-from experiments.runs import Run, finished_runs
+from experiments.run_folders import Run, finished_runs
 from experiments.samples import SAMPLES
 from experiments.shao_2024_grpo import report, train
 from experiments.shao_2024_grpo.answers import majority, scores_of

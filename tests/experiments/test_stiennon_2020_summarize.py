@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification
 
 from experiments.best_of import expected_best_of
 from experiments.claims import judge
-from experiments.runs import Run, read_history
+from experiments.run_folders import Run, read_history
 from experiments.stiennon_2020_summarize import comparisons, stages, train
 from experiments.stiennon_2020_summarize import judgements as judgements_stage
 from experiments.stiennon_2020_summarize.report import read

@@ -3,7 +3,7 @@
 import os
 
 from experiments.huang_2024_details.train import settings as ppo_settings
-from experiments.runs import run_name
+from experiments.run_folders import run_name
 from experiments.shao_2024_grpo.train import settings as grpo_settings
 
 

@@ -19,7 +19,7 @@ from experiments.assets import convert_llama2c
 from experiments.claims import judge
 from experiments.provenance import provenance
 from experiments.reports import report_on
-from experiments.runs import Run, finished_runs, write_per_prompt
+from experiments.run_folders import Run, finished_runs, write_per_prompt
 from experiments.samples import SAMPLES, write_samples
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import Evaluation, StoriesRun, end_at, load

@@ -8,7 +8,7 @@ import torch
 from matplotlib import pyplot as plt
 
 from experiments.claims import from_json, judge
-from experiments.runs import Run
+from experiments.run_folders import Run
 from experiments.ziegler_2019_sentiment import critic, value_head
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

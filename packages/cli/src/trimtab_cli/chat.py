@@ -18,7 +18,7 @@ from trimtab_lm.models.loading import AutoModel, load_model
 from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
 from trimtab_lm.sampling.rollout import sampling_config
 
-from .runs import refuse_missing_path
+from .subcommands import refuse_missing_path
 
 PROGRAM = "trimtab chat"
 ABOUT = """Talk to a model: each line of the input is a message, and the end of the input (Ctrl-D) ends the talk.

@@ -16,7 +16,7 @@ from trimtab_diffusion.ddpo.sampling import RewardFunction
 from trimtab_diffusion.prompts import Prompts
 from trimtab_lm.data.prompts import open_dataset
 
-from .runs import errors_in_one_line, named, refuse_missing_path, settings, tracker
+from .subcommands import errors_in_one_line, named, refuse_missing_path, settings, tracker
 
 ABOUT = """Learning from rewards of images. The dataset has a column `prompt` (or `text`, such as the lines of a .txt
 file); the reward function gets the others as metadata: reward(images, prompts, metadata) -> one number per image.

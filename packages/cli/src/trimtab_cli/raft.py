@@ -19,7 +19,16 @@ from trimtab_lm.sampling.backends import TransformersRollout
 from trimtab_lm.sampling.generate import response_texts
 from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 
-from .runs import RewardsConfig, RunConfig, chat_with, checkpoint_of, defaults, errors_in_one_line, finish, settings
+from .subcommands import (
+    RewardsConfig,
+    RunConfig,
+    chat_with,
+    checkpoint_of,
+    defaults,
+    errors_in_one_line,
+    finish,
+    settings,
+)
 
 ABOUT = """Fine-tuning in rounds: the model samples several completions of each prompt, and learns the one with the
 highest reward. The dataset has a column `prompt`; a reward function gets the others by their names.

@@ -21,7 +21,7 @@ from trimtab_lm import (
     SFTTrainer,
 )
 
-from .runs import (
+from .subcommands import (
     CompletionsConfig,
     EvaluationConfig,
     RewardsConfig,

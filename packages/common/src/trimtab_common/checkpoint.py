@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from trimtab_common.checkpoint_shards import Owner, divided, join, read, refuse_code, split, write
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import (
     MANIFEST,
@@ -44,7 +45,6 @@ from trimtab_common.sealing import (
     verify_files,
 )
 from trimtab_common.seeding import load_rng_state, rng_state
-from trimtab_common.shards import Owner, divided, join, read, refuse_code, split, write
 from trimtab_common.stats import everywhere
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trimtab_common.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from trimtab_common.checkpoint_shards import Owner, Place
 from trimtab_common.health import HealthMonitor
 from trimtab_common.hub import push_folder
 from trimtab_common.interruption import Interruption
 from trimtab_common.locks import free, hold
 from trimtab_common.runs import RunRecord
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
-from trimtab_common.shards import Owner, Place
 from trimtab_common.stats import everywhere
 from trimtab_common.tracking import Tracker
 

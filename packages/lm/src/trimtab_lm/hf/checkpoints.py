@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from trimtab_common.checkpoint import bytes_of
+from trimtab_common.checkpoint_shards import refuse_code
 from trimtab_common.locks import free, hold
 from trimtab_common.runs import RunRecord, layout_fingerprint, rows_fingerprint
 from trimtab_common.sealing import (
@@ -31,7 +32,6 @@ from trimtab_common.sealing import (
     warn_once,
     warn_unsaved,
 )
-from trimtab_common.shards import refuse_code
 from trimtab_common.stats import everywhere, gather_over_ranks
 
 from .config import TrainerConfig
