@@ -20,7 +20,6 @@ from trimtab_diffusion.ddpo.sampling import rewards_of
 from trimtab_lm import PPOConfig
 from trimtab_lm.data.formats import RowFormat, preference_parts, row_format
 from trimtab_lm.data.tokenization import encode_messages, encode_prompt_completion, encode_text
-from trimtab_lm.data.truncation import truncate_pair
 from trimtab_lm.dpo.loss import check_losses
 from trimtab_lm.rewards.functions import RewardSet
 from trimtab_lm.sampling.generate import LengthSampler
@@ -79,7 +78,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "preference_parts of equal answers": lambda: preference_parts({"chosen": "a", "rejected": "a"}),
     "preference_parts of a text and a list": lambda: preference_parts({"chosen": "a", "rejected": []}),
     "row_format(['question'])": lambda: row_format(["question"], [RowFormat.PROMPT], needed_for="GRPO"),
-    "truncate_pair(max_length=1)": lambda: truncate_pair({}, max_length=1, max_prompt_length=None),
     "a statistic that is NaN": lambda: check_finite({"loss": float("nan"), "kl": 1.0}),
     "a row that is NaN": lambda: check_rows({"logprobs": torch.tensor([[0.0], [torch.nan]])}, what="response"),
 }

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from datasets import Dataset, IterableDataset
@@ -95,23 +94,15 @@ def truncate_pair(
 
     Args:
         row: what `encode_preference` returns.
-        max_length: the most tokens of the prompt with one answer; None: no limit.
-        max_prompt_length: the most tokens of the prompt; None: no limit.
+        max_length: the most tokens of the prompt with one answer, 2 or more; None: no limit.
+        max_prompt_length: the most tokens of the prompt, 1 or more; None: no limit.
         mode: keep_end keeps the end of the prompt and of the answers, keep_start their start.
         bos_token_id: with keep_end, stays if it is the prompt's first token.
         stop_ids: with keep_start, one of these stays if it is an answer's last token.
 
     Returns:
         The row, and its counts for `report_truncation`.
-
-    Raises:
-        ValueError: max_length is below 2 or max_prompt_length below 1, which leaves no prompt or no answer.
     """
-    if (max_length is not None and max_length < 2) or (max_prompt_length is not None and max_prompt_length < 1):
-        raise ValueError(
-            f"max_length={max_length} and max_prompt_length={max_prompt_length} leave no room for a prompt and an "
-            "answer. Use at least 2 and 1."
-        )
     prompt = row["prompt_input_ids"]
     answers = {name: row[f"{name}_input_ids"][len(prompt) :] for name in ("chosen", "rejected")}
     allowed = len(prompt) if max_prompt_length is None else min(len(prompt), max_prompt_length)
@@ -155,35 +146,6 @@ def truncate_columns(
     return {**result, TOKENS_CUT: sum(len(row[name]) - len(result[name]) for name in limits), IS_EMPTIED: False}
 
 
-@dataclass(frozen=True)
-class TruncationReport:
-    """How much was cut from a dataset.
-
-    Args:
-        rows: the number of rows in the dataset.
-        rows_cut: the number of rows that lost tokens.
-        tokens_cut: the number of tokens removed from them.
-        rows_emptied: the number of rows that lost every token that counted.
-    """
-
-    rows: int
-    rows_cut: int
-    tokens_cut: int
-    rows_emptied: int
-
-    @classmethod
-    def of(cls, dataset: Dataset) -> "TruncationReport":
-        """Counts over the two columns of counts."""
-        cuts, emptied = list(dataset[TOKENS_CUT]), list(dataset[IS_EMPTIED])
-        return cls(len(cuts), sum(cut > 0 for cut in cuts), sum(cuts), sum(emptied))
-
-    def line(self, limit: str) -> str:
-        """Returns the warning. limit: the setting that caused the cuts, such as "max_length=512"."""
-        cut = f"{limit}: cut {self.tokens_cut:,} tokens from {self.rows_cut:,} of {self.rows:,} rows"
-        emptied = f", and dropped {self.rows_emptied:,} that had nothing left to learn" if self.rows_emptied else ""
-        return f"{cut}{emptied}. Raise the limit, or shorten the rows."
-
-
 def report_truncation(dataset: Data, *, limit: str) -> Data:
     """Removes the columns of counts and the rows that truncation emptied, and warns once if any row was cut.
 
@@ -198,17 +160,18 @@ def report_truncation(dataset: Data, *, limit: str) -> Data:
     """
     if not isinstance(dataset, Dataset):
         return _drop_emptied_of_stream(dataset, limit)
-    report = TruncationReport.of(dataset)
-    if report.rows and report.rows_emptied == report.rows:
+    cuts, emptied = list(dataset[TOKENS_CUT]), list(dataset[IS_EMPTIED])
+    if cuts and all(emptied):
         raise ValueError(
-            f"{limit} cuts all tokens that count from all {report.rows:,} rows. Raise the limit, shorten the prompts, "
+            f"{limit} cuts all tokens that count from all {len(cuts):,} rows. Raise the limit, shorten the prompts, "
             "or use truncation_mode='keep_end'."
         )
-    if report.tokens_cut:
-        warnings.warn(report.line(limit), stacklevel=2)
-    if report.rows_emptied:
-        kept = [i for i, is_emptied in enumerate(dataset[IS_EMPTIED]) if not is_emptied]
-        dataset = dataset.select(kept)
+    if any(cuts):
+        cut = f"{limit}: cut {sum(cuts):,} tokens from {sum(one > 0 for one in cuts):,} of {len(cuts):,} rows"
+        dropped = f", and dropped {sum(emptied):,} that had nothing left to learn" if any(emptied) else ""
+        warnings.warn(f"{cut}{dropped}. Raise the limit, or shorten the rows.", stacklevel=2)
+    if any(emptied):
+        dataset = dataset.select([i for i, is_emptied in enumerate(emptied) if not is_emptied])
     return dataset.remove_columns([TOKENS_CUT, IS_EMPTIED])
 
 
