@@ -85,7 +85,7 @@ test-sharded: $(STAMP) ## run two processes over gloo: what shares each model (F
 test-deepspeed: $(DEEPSPEED)/.installed ## train the trainers under DeepSpeed ZeRO-2 and ZeRO-3, two processes on a CPU
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -m slow $(ZERO) $(ARGS)
 
-test-accelerator: $(STAMP) ## run on a pretend accelerator, which refuses what a GPU refuses, and counts (needs g++)
+test-accelerator: $(STAMP) ## every trainer on a pretend accelerator, which refuses what a GPU refuses (needs g++; three minutes)
 	$(PY) tests/pretend/build.py
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/pretend:$$PYTHONPATH $(PY) -m pytest -m accelerator \
 	  -n $(JOBS) --dist worksteal --durations=10 $(ARGS) tests/accelerator

@@ -1,0 +1,203 @@
+"""Two steps of each trainer of language models on an accelerator, straight or through a checkpoint."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tests.lm import tiny
+from transformers import TrainerCallback
+
+from trimtab_lm import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    IterativeSFTConfig,
+    IterativeSFTTrainer,
+    PPOConfig,
+    PPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+WORDS = ["the cat", "a dog", "an owl", "two ants", "hello", "go on", "nine", "x y z"]
+COMPLETIONS = Dataset.from_dict({"prompt": WORDS, "completion": [f" is {word}" for word in WORDS]})
+PREFERENCES = Dataset.from_dict(
+    {"prompt": WORDS, "chosen": [" is good" for _ in WORDS], "rejected": [f" is bad {word}" for word in WORDS]}
+)
+SETTINGS: dict[str, Any] = {
+    "max_steps": 2,
+    "save_steps": 1,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+PRECISIONS: dict[str, dict[str, Any]] = {"float32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
+ARCHITECTURES = {
+    "sft": ["causal", "encoder-decoder"],
+    "iterative_sft": ["causal", "encoder-decoder"],
+    "reward": ["causal"],
+    "dpo": ["causal", "encoder-decoder"],
+    "grpo": ["causal"],
+    "ppo": ["causal", "encoder-decoder", "critic", "shared"],
+}
+
+
+class Case(NamedTuple):
+    trainer: str
+    architecture: str
+    tuning: str
+    precision: str
+
+    def base(self) -> Any:
+        """The model before adapters and heads."""
+        if self.architecture == "encoder-decoder":
+            return tiny.t5(initializer_factor=1.0)  # fp16 holds its gradients from the first scale on
+        return tiny.scorer() if self.trainer == "reward" else tiny.gpt2()
+
+    def adapters(self) -> LoraConfig | None:
+        kind = "SEQ_CLS" if self.trainer == "reward" else None
+        return LoraConfig(r=2, task_type=kind, init_lora_weights=False) if self.tuning == "lora" else None
+
+
+def cases() -> Iterator[Case]:
+    for trainer, architectures in ARCHITECTURES.items():
+        for architecture in architectures:
+            for tuning in ("full", "lora"):
+                if (architecture, tuning) != ("shared", "lora"):  # an adapter has no layers to share with a reference
+                    yield from (Case(trainer, architecture, tuning, precision) for precision in PRECISIONS)
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+# Trainers over transformers.Trainer
+
+
+def build(case: Case, folder: Path, **settings: Any) -> Any:
+    """A trainer of the case, with the same weights each time."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = SETTINGS | PRECISIONS[case.precision] | settings
+    shared: dict[str, Any] = {"peft_config": case.adapters(), "processing_class": tiny.tokenizer()}
+    if case.trainer == "iterative_sft":
+        options = {name: value for name, value in options.items() if not name.startswith("eval")}
+        return IterativeSFTTrainer(case.base(), IterativeSFTConfig(str(folder), **options), **shared)
+    if case.trainer == "sft":
+        is_packed = case.architecture == "causal"
+        args: Any = SFTConfig(str(folder), max_length=24, packing=is_packed, **options)
+        return SFTTrainer(case.base(), args, train_dataset=COMPLETIONS, eval_dataset=COMPLETIONS, **shared)
+    if case.trainer == "reward":
+        args = RewardConfig(str(folder), **options)
+        return RewardTrainer(case.base(), args, train_dataset=PREFERENCES, eval_dataset=PREFERENCES, **shared)
+    if case.trainer == "dpo":
+        args = DPOConfig(str(folder), **options)
+        return DPOTrainer(case.base(), args=args, train_dataset=PREFERENCES, eval_dataset=PREFERENCES, **shared)
+    return grpo(case, folder, length, **settings)
+
+
+def grpo(case: Case, folder: Path, rewards: Any, rollout: Any = None, **settings: Any) -> GRPOTrainer:
+    torch.manual_seed(0)
+    options = SETTINGS | {"num_generations": 3, "max_completion_length": 6, "beta": 0.1} | PRECISIONS[case.precision]
+    prompts = Dataset.from_dict({"prompt": WORDS})
+    return GRPOTrainer(
+        case.base(),
+        reward_funcs=rewards,
+        args=GRPOConfig(str(folder), **options | settings),
+        train_dataset=prompts,
+        eval_dataset=prompts.select(range(2)),
+        processing_class=tiny.tokenizer(),
+        peft_config=case.adapters(),
+        rollout=rollout,
+    )
+
+
+class StopAfterFirstStep(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = True
+
+
+def train_trainer(case: Case, folder: Path, *, interrupt: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    if interrupt:
+        first = build(case, folder)
+        first.add_callback(StopAfterFirstStep())
+        first.train()
+        assert first.state.global_step == 1
+    trainer = build(case, folder)
+    before = tiny.weights(trainer.model)
+    trainer.train(resume_from_checkpoint=interrupt or None)
+    assert trainer.state.global_step == 2
+    assert trainer.args.device.type == "musa"
+    assert any("eval_loss" in row for row in trainer.state.log_history)
+    return before, tiny.weights(trainer.model)
+
+
+def train_iterative_sft(case: Case, folder: Path, *, interrupt: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    def step(trainer: Any, words: list[str]) -> None:
+        targets = {"texts_labels": [f" is {word}" for word in words]} if case.architecture != "causal" else {}
+        trainer.step(texts=words, **targets)
+
+    trainer = build(case, folder)
+    before = tiny.weights(trainer.model)
+    step(trainer, WORDS[:4])
+    if interrupt:
+        trainer = build(case, folder)
+        trainer.train(resume_from_checkpoint=True)
+    step(trainer, WORDS[4:])
+    assert trainer.state.global_step == 2
+    return before, tiny.weights(trainer.model)
+
+
+# PPO
+
+
+def ppo(case: Case, folder: Path, kind: type[PPOTrainer] = PPOTrainer, rollout: Any = None) -> PPOTrainer:
+    torch.manual_seed(0)
+    precision = {} if case.precision == "float32" else {"mixed_precision": case.precision}
+    sizes: dict[str, Any] = {"steps": 2, "save_steps": 1, "batch_size": 4, "mini_batch_size": 2, "learning_rate": 1e-2}
+    arguments: dict[str, Any] = {"tokenizer": tiny.tokenizer(), "dataset": Dataset.from_dict({"query": WORDS})}
+    if case.architecture == "critic":
+        arguments["value_model"] = tiny.policy(1)
+    if case.architecture == "shared":
+        arguments["num_shared_layers"] = 1
+    model = tiny.with_value_head(case.base(), **({"peft_config": case.adapters()} if case.tuning == "lora" else {}))
+    settings = PPOConfig(output_dir=str(folder), accelerator_kwargs=precision, **sizes)
+    return kind(settings, model, rollout=rollout, **arguments)
+
+
+def train_ppo(case: Case, folder: Path, *, interrupt: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    def train(steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        trainer = ppo(case, folder)
+        assert trainer.accelerator.device.type == "musa"
+        before = tiny.weights(trainer.actor_critic)
+        trainer.train(
+            lambda queries, responses, **_: length(responses),
+            generation_kwargs={"max_new_tokens": 6},
+            steps=steps,
+            resume_from="latest",
+        )
+        return before, tiny.weights(trainer.actor_critic)
+
+    if interrupt:
+        train(steps=1)
+    return train(steps=2)
+
+
+TRAIN: dict[str, Callable[..., tuple[dict[str, Any], dict[str, Any]]]] = {
+    "ppo": train_ppo,
+    "iterative_sft": train_iterative_sft,
+}
+
+
+def train(case: Case, folder: Path, *, interrupt: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the weights before and after two steps; `interrupt`: a second trainer resumes after the first step."""
+    return TRAIN.get(case.trainer, train_trainer)(case, folder, interrupt=interrupt)
