@@ -11,7 +11,7 @@ from tests.lm.dpo import run_training as dpo
 from trimtab_lm.dpo import DPOConfig, DPOTrainer
 from trimtab_lm.dpo.chain2024 import get_batch_logps
 from trimtab_lm.dpo.collator import DPODataCollatorWithPadding, PreferencePairCollator, tokens_of
-from trimtab_lm.dpo.data import PairTokenizer, tokenize_pairs
+from trimtab_lm.dpo.data import SETTINGS, PairTokenizer, tokenize_pairs
 
 ROW = {"prompt": "abcdef ", "chosen": "ghijkl", "rejected": "mn"}
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant {% endif %}"  # noqa: E501
@@ -19,7 +19,8 @@ TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}</s>{% e
 
 def tokenizer_of(*, seq2seq=False, special=None, **config):
     args = DPOConfig("out", report_to="none", use_cpu=True, **config)
-    return PairTokenizer.of(args, tiny.tokenizer(**(special or {})), is_encoder_decoder=seq2seq)
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    return PairTokenizer(tiny.tokenizer(**(special or {})), seq2seq, **settings)
 
 
 def texts(row):

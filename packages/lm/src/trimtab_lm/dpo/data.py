@@ -51,8 +51,11 @@ from trimtab_lm.tokens.positions import Positions
 
 from .chain2024 import SCORING
 from .collator import REFERENCE_COLUMNS, SIDES
-from .config import DPOConfig
 from .precompute import ReferenceCache
+
+LIMITS = ("max_length", "max_prompt_length", "max_target_length")
+SETTINGS = (*LIMITS, "truncation_mode", "label_pad_token_id")
+"""The settings of DPOConfig by which pairs become tokens."""
 
 
 @dataclass(frozen=True)
@@ -75,27 +78,13 @@ class PairTokenizer:
     build: Callable[[Text, Text], Columns] | None = None
     """Takes the place of `split`."""
 
-    @classmethod
-    def of(
-        cls,
-        config: DPOConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        is_encoder_decoder: bool,
-        positions: Positions | None = None,
-        build: Callable[[Text, Text], Columns] | None = None,
-    ) -> "PairTokenizer":
-        """The one that a config asks for; ValueError for a tokenizer without EOS."""
-        require_eos(tokenizer)
-        mode = cast(Mode, config.truncation_mode)
-        limits = (config.max_length, config.max_prompt_length, config.max_target_length)
-        return cls(tokenizer, is_encoder_decoder, *limits, mode, config.label_pad_token_id, positions, build)
+    def __post_init__(self) -> None:
+        require_eos(self.tokenizer)
 
     @property
     def limits(self) -> str:
         """The limits in one line, for messages."""
-        names = ("max_length", "max_prompt_length", "max_target_length")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) is not None)
+        return ", ".join(f"{name}={getattr(self, name)}" for name in LIMITS if getattr(self, name) is not None)
 
     def __call__(self, row: Row) -> dict[str, object]:
         """The token columns of a row, and the counts of removed tokens for `report_truncation`."""
@@ -214,12 +203,6 @@ def _with_masks(pair: dict[str, Any]) -> dict[str, object]:
     return pair | masks
 
 
-def tokenized_columns(*, is_encoder_decoder: bool) -> set[str]:
-    """The columns of a tokenized dataset."""
-    answers = () if is_encoder_decoder else tuple(f"{side}_input_ids" for side in SIDES)
-    return {"prompt_input_ids", *answers, *(f"{side}_labels" for side in SIDES)}
-
-
 def tokenize_pairs(
     dataset: Dataset | IterableDataset,
     tokenize: PairTokenizer,
@@ -238,7 +221,9 @@ def tokenize_pairs(
     """
     dataset = as_data(dataset)
     columns = columns_of(dataset)
-    names = tokenized_columns(is_encoder_decoder=tokenize.is_encoder_decoder)
+    names = {"prompt_input_ids", *(f"{side}_labels" for side in SIDES)}
+    if not tokenize.is_encoder_decoder:
+        names |= {f"{side}_input_ids" for side in SIDES}
     if names <= set(columns):
         if isinstance(dataset, Dataset) and tokenize.positions is not None and tokenize.positions.is_limited:
             for number, row in enumerate(dataset.select_columns(sorted(names)).with_format(None)):
@@ -284,10 +269,10 @@ class Datasets:
     def tokenizer(self) -> PairTokenizer:
         """The function that tokenizes a row with the present settings."""
         trainer = self.trainer
-        return PairTokenizer.of(
-            trainer.config,
+        return PairTokenizer(
             trainer.tokenizer,
-            is_encoder_decoder=trainer.is_encoder_decoder,
+            trainer.is_encoder_decoder,
+            **{name: getattr(trainer.config, name) for name in SETTINGS},
             positions=trainer.positions,
             build=trainer.build_tokenized_answer if trainer.chain.replaces("build_tokenized_answer") else None,
         )

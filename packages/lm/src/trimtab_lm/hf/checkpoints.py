@@ -192,26 +192,21 @@ class Checkpoints:
         self.accelerator.wait_for_everyone()  # no process reads the folder while another changes it
 
         def open_folder() -> None:
-            folder.parent.resolve().mkdir(parents=True, exist_ok=True)
-            hold(folder.parent, self)
-            for place in {root, folder.parent}:
-                clean(place)
-            self._leave_branch()
-            written.mkdir(parents=True)
-            if (free := free_bytes(written)) is None:
-                warn_once(
-                    f"The file system of {root} does not tell how much room it has: nothing is checked before a save."
-                )
-            elif free < needed:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        def open_or_explain() -> None:
             try:
-                open_folder()
+                folder.parent.resolve().mkdir(parents=True, exist_ok=True)
+                hold(folder.parent, self)
+                for place in {root, folder.parent}:
+                    clean(place)
+                self._leave_branch()
+                written.mkdir(parents=True)
+                if (free := free_bytes(written)) is None:
+                    warn_once(f"The file system of {root} does not tell how much room it has: no save checks it.")
+                elif free < needed:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 raise save_error(folder, error, needed=needed) from error
 
-        everywhere(open_or_explain if args.should_save else lambda: None)
+        everywhere(open_folder if args.should_save else lambda: None)
         return True
 
     def publish(self) -> Path | None:

@@ -13,13 +13,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.compat.attention import attention_of
-from trimtab_lm.interface import Batch, Forward, Model, base_of, decoder_config, trunk_of
+from trimtab_lm.interface import Batch, Forward, Model, base_of, decoder_config, learns_prompt, trunk_of
 from trimtab_lm.tokens.attention import attends_fully, is_verified
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.fast import GroupMask
@@ -134,7 +133,7 @@ def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> 
     base = base_of(model)
     if base.config.is_encoder_decoder:
         return "encoder-decoder"
-    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+    if learns_prompt(model):
         return "padded"  # PEFT puts what it learned before each row, and drops position ids
     attention = attention_of(base)
     reason = f"{attention} attention mixes sequences that share a row"

@@ -213,16 +213,7 @@ def from_labels(labels: Tensor, *, is_encoder_decoder: bool = False) -> dict[str
 
 
 def sum_per_sequence(x: Tensor, sequence: Tensor, count: int) -> Tensor:
-    """Sums x over the tokens of each sequence.
-
-    Args:
-        x: [N].
-        sequence: [N], the sequence of each token in 0..count-1.
-        count: how many sequences there are.
-
-    Returns:
-        [count].
-    """
+    """Sums x [N] over the tokens of each of `count` sequences; `sequence` [N] says to which a token belongs."""
     return x.new_zeros(count).index_add(0, sequence, x)
 
 
