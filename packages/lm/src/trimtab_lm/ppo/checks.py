@@ -1,7 +1,7 @@
 """Checks the arguments of a step once, and what must hold before the first update."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from trimtab_lm.sampling.rollout import SAMPLING_ALONE, RolloutBackend
 from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
 
 from .experience import Experience
-from .passes import Trainer
+from .passes import Trainer, padded_inputs, score
 
 TOKENS = 4  # of two queries: enough to see a wrong mask, position or temperature
 
@@ -36,19 +36,10 @@ def check_step(
     is_first: bool,
     reads_ids: bool,
 ) -> tuple[Experience, Tensor]:
-    """The arguments of a step, checked. Collective.
+    """The arguments of a step, checked; see `PPOTrainer.step`. Collective.
 
-    Args:
-        trainer: a PPOTrainer.
-        queries: `batch_size` rows of token ids.
-        responses: `batch_size` rows of token ids.
-        scores: a number for each response.
-        response_masks: for each response token 1, or 0 where the policy did not write it; None: all are the policy's.
-        response_rewards: for each response token, the reward that an environment gave at it; None: none.
-        sampler_logprobs: for each response token its log-probability as it was sampled, in nats; None if unknown.
-        is_first: whether no step was taken before. Only then responses are searched for their queries, because a
-            policy may learn to repeat them.
-        reads_ids: whether a forward pass of 2024 reads token ids and masks, on the device. Else the host lays them out.
+    Only the first step searches responses for their queries, because a policy may learn to repeat them. A forward pass
+    of 2024 reads token ids and masks on the device (`reads_ids`). Else the host lays them out.
 
     Returns:
         The rollout without columns, and the scores [B].
@@ -59,13 +50,8 @@ def check_step(
     config, policy, device = trainer.config, trainer.bare, trainer.accelerator.device
     decoder_start, place = trainer.padding.decoder_start, device if reads_ids else torch.device("cpu")
     batch_size = config.batch_size
-    for name, column in (
-        ("queries", queries),
-        ("responses", responses),
-        ("scores", scores),
-        ("response_masks", response_masks),
-        ("response_rewards", response_rewards),
-    ):
+    columns = {"queries": queries, "responses": responses, "scores": scores}
+    for name, column in {**columns, "response_masks": response_masks, "response_rewards": response_rewards}.items():
         if column is None:
             continue
         if not isinstance(column, list):
@@ -107,24 +93,18 @@ def check_step(
     numbers = checked_scores(scores, [f"response {i}" for i in range(batch_size)], source="scores")
     # `model.generate` returns the decoder start token in front of a response.
     leads = [int(decoder_start is not None and len(row) > 1 and int(row[0]) == decoder_start) for row in responses]
-    cut, nothing = dict[str, list[Tensor]](), [0] * batch_size
-    for name, rows, at in (
-        ("queries", queries, place),
-        ("responses", responses, place),
-        ("response_masks", response_masks, place),
-        ("response_rewards", response_rewards, device),
-        ("sampler_logprobs", sampler_logprobs, device),
-    ):
-        if rows is not None:
-            begins = nothing if name == "queries" else leads
-            cut[name] = [row[begin:].to(at) for row, begin in zip(rows, begins, strict=True)]
-    given, queries, responses = torch.tensor(numbers, device=device), cut["queries"], cut["responses"]
+
+    def cut(rows: Sequence[Tensor], at: torch.device) -> list[Tensor]:
+        return [row[lead:].to(at) for row, lead in zip(rows, leads, strict=True)]
+
+    queries, responses = [query.to(place) for query in queries], cut(responses, place)
+    given = torch.tensor(numbers, device=device)
     rollout = Experience(
         queries=queries,
         responses=responses,
-        response_masks=cut.get("response_masks"),
-        response_rewards=cut.get("response_rewards"),
-        sampler_logprobs=cut.get("sampler_logprobs"),
+        response_masks=None if response_masks is None else cut(response_masks, place),
+        response_rewards=None if response_rewards is None else cut(response_rewards, device),
+        sampler_logprobs=None if sampler_logprobs is None else cut(sampler_logprobs, device),
         model_inputs=trainer.prepare_model_inputs(queries, responses),
         lengths=torch.tensor(list(map(len, queries))) + torch.tensor(list(map(len, responses))),
         scores=given,
@@ -173,16 +153,10 @@ def check_rollout(rollout: Experience, *, other_reference_from: float | None) ->
 
 
 @torch.no_grad()
-def check_sampler(
-    model: Any,
-    logprobs_of: Callable[[list[Tensor], list[Tensor]], Tensor],
-    queries: Sequence[Tensor],
-    config: GenerationConfig,
-    *,
-    most: float,
-) -> None:
+def check_sampler(trainer: Trainer, queries: Sequence[Tensor], config: GenerationConfig) -> None:
     """`model.generate`, with left padding and a cache, and the trainer find the same tokens equally likely."""
-    config = copy.deepcopy(config)
+    policy, padding, config = trainer.bare, trainer.padding, copy.deepcopy(config)
+    model = policy.pretrained_model
     config.do_sample, config.max_length, config.max_new_tokens = False, None, TOKENS
     config.output_logits = config.return_dict_in_generate = True
     for name in SAMPLING_ALONE:
@@ -201,13 +175,15 @@ def check_sampler(
         torch.stack(output.logits, 1).float().log_softmax(-1).gather(-1, torch.stack(responses)[..., None])[..., 0]
     )
 
-    scored = logprobs_of([query.to(model.device) for query in chosen], responses)
+    chosen = [query.to(model.device) for query in chosen]
+    inputs = padded_inputs(chosen, responses, padding)
+    scored = score(policy, policy, chosen, responses, inputs, padding=padding, temperature=1.0).logprobs
     # After an end token generate only pads.
     ends = torch.tensor(config.eos_token_id if config.eos_token_id is not None else [], device=model.device).view(-1)
     ended = torch.isin(torch.stack(responses), ends).cumsum(1)
     counts = (ended == 0) | ((ended == 1) & torch.isin(torch.stack(responses), ends))
     gap = float(((sampled - scored) * counts).abs().max())
-    warn_at_start(OTHER_SAMPLER, gap, rounding=most)
+    warn_at_start(OTHER_SAMPLER, gap, rounding=trainer.rounding)
 
 
 def check_generate(

@@ -72,14 +72,7 @@ def write_policy(
 
 
 def write_card(trainer: Any, path: str, *, name: str | None, repo_id: str | None) -> None:
-    """Writes a model card, README.md, into a folder.
-
-    Args:
-        trainer: a PPOTrainer.
-        path: the folder.
-        name: the title.
-        repo_id: what the model is loaded by; None: the folder's name.
-    """
+    """See `PPOTrainer.create_model_card`."""
     settings = to_flat_dict(trainer.config)
     write_model_card(
         path,

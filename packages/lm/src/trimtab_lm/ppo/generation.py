@@ -18,7 +18,7 @@ from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.tokens.dropout import without_dropout
 
 from .checks import check_generate, check_sampler
-from .passes import Trainer, padded_inputs, score
+from .passes import Trainer
 from .policy import whole_models
 from .statistics import ended
 
@@ -80,7 +80,8 @@ class Sampler:
                     with self.reference.reference.active() as model:
                         answers.append(self._from_model(model, queries, generation_kwargs, options))
                 if is_first:
-                    self._check_sampler(queries, generation_kwargs)
+                    settings = {"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs}
+                    check_sampler(self.trainer, queries, sampling_config(self.policy.pretrained_model, **settings)[0])
         returned = [rows[0][None] if isinstance(query_tensor, Tensor) else rows for rows in answers]
         return tuple(returned) if generate_ref_response else returned[0]
 
@@ -121,7 +122,7 @@ class Sampler:
             generate: the trainer's method.
         """
         queries = batch["input_ids"]
-        if self.trainer.rollout is None or options:  # which `generate` refuses beside a rollout
+        if self.trainer.rollout is None:
             responses = generate(queries, return_prompt=False, **options)
             return Sampled(responses, ended(responses, self.eos_ids).tolist())
         return self._from_backend(self.trainer.rollout, queries, rows_of(batch))
@@ -151,7 +152,9 @@ class Sampler:
                 self.trainer.rollout = self.ahead_if_asked(backend)
             return {}
         if self.trainer.rollout is not None:
-            return dict(generation_kwargs)  # which `generate` refuses
+            if generation_kwargs:
+                check_generate(self.trainer.rollout, generation_kwargs, generate_ref_response=False)
+            return {}
         options = {"do_sample": True, **generation_kwargs}
         return {name: value for name, value in options.items() if name != "return_prompt"}
 
@@ -162,16 +165,6 @@ class Sampler:
         from trimtab_lm.sampling.asynchronous import AsynchronousRollout
 
         return AsynchronousRollout(backend, self.pending)
-
-    def _check_sampler(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> None:
-        def logprobs_of(queries: list[Tensor], responses: list[Tensor]) -> Tensor:
-            padding = self.trainer.padding
-            rows = (queries, responses, padded_inputs(queries, responses, padding))
-            return score(self.policy, self.policy, *rows, padding=padding, temperature=1.0).logprobs
-
-        model = self.policy.pretrained_model
-        config, _ = sampling_config(model, **{"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs})
-        check_sampler(model, logprobs_of, queries, config, most=self.trainer.rounding)
 
     def _next_seed(self) -> int:
         self.calls += 1

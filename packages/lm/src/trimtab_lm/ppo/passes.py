@@ -119,13 +119,10 @@ class Trainer(Protocol):
 
 
 def forward(trainer: Trainer, model: nn.Module, rollout: Experience, replaced: Collection[str]) -> Scores:
-    """The results of `batched_forward_pass` for a minibatch, with its own width and mask.
+    """The results of `batched_forward_pass` for a minibatch, which is evaluated before if this is an update.
 
-    Args:
-        trainer: a PPOTrainer.
-        model: its `actor_critic` or `reference_policy`.
-        rollout: a minibatch; evaluated before, if this is an update.
-        replaced: names of the trainer's methods that are replaced, some of which read logits.
+    The mask and the width are the minibatch's own. `replaced` names the trainer's methods that are replaced, some of
+    which read logits.
     """
     is_replaced = "batched_forward_pass" in replaced
     if torch.is_grad_enabled():
@@ -175,8 +172,8 @@ def score(
     Args:
         reader: says how the model reads tokens.
         run: the model, as the accelerator wrapped it.
-        queries: b rows of token ids; their lengths are used.
-        responses: b rows of token ids; their lengths are used.
+        queries: their lengths are used.
+        responses: their lengths are used.
         model_inputs: the ids, as from `padded_inputs`, padded on either side. On the host nothing waits for a device.
         response_masks: for each response, 1 where a token counts; None: all count.
         padding: what layouts add.
@@ -270,12 +267,8 @@ def completed(columns: Sequence[Tensor | None], before: Tensor, temperature: flo
 def kl_terms(trainer: Trainer, policy: Scores, reference: Scores, sampled: Tensor | None) -> tuple[Tensor, ...]:
     """What `compute_rewards` takes of policy and reference, and the exact KL where it takes that too.
 
-    Args:
-        trainer: a PPOTrainer.
-        policy: the policy's columns of the whole batch.
-        reference: the reference's columns of the whole batch.
-        sampled: [B, R], log-probabilities of the policy that sampled. Where it is an older one, the estimates of the
-            KL on its samples are those of its own KL.
+    Where an older policy sampled, whose log-probabilities are `sampled` [B, R], the estimates of the KL on its samples
+    are those of its own KL.
     """
     temperature = trainer.temperature
     if trainer.config.kl_penalty != "full":
@@ -291,14 +284,9 @@ def kl_terms(trainer: Trainer, policy: Scores, reference: Scores, sampled: Tenso
 def exact_kl_of(
     policy: ActorCritic, ref: ReferencePolicy, scores: Scores, ref_scores: Scores, *, temperature: float
 ) -> Tensor:
-    """KL(policy, reference) over the whole vocabulary at each token that counts, [B, R], in nats.
+    """KL(policy, reference) over the whole vocabulary at each token with mask 1, [B, R], in nats.
 
-    Args:
-        policy: not wrapped.
-        ref: the reference.
-        scores: the policy's scores, with what its head read.
-        ref_scores: the reference's scores, with what its head read.
-        temperature: the temperature of both distributions.
+    The scores have what the heads read. The policy is not wrapped.
     """
     mask, head, ref_head = scores.mask.bool(), policy.head, ref.actor.head
     assert scores.head_inputs is not None

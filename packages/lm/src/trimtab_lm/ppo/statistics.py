@@ -171,11 +171,6 @@ def token_stats(rollout: Experience, tokenizer: PreTrainedTokenizerBase, *, ends
 
     `tokens/ended` is the share of responses that end with an end token, where padding is one: a model that was
     fine-tuned with such padding may not have learnt to stop.
-
-    Args:
-        rollout: the rollout of a step.
-        tokenizer: the policy's tokenizer.
-        ends: the tokens that end a response.
     """
     stats: dict[str, Summary] = {}
     if tokenizer.bos_token_id is not None:
@@ -221,15 +216,8 @@ def step_stats(
 ) -> Stats:
     """The documented statistics of a step over all processes: floats and 1-D tensors. Collective.
 
-    A correlation that is unknown, because lengths or scores do not vary, is left out.
-
-    Args:
-        trainer: a PPOTrainer.
-        rollout: evaluated.
-        recorded: what its updates recorded.
-        mismatch: how far the sampler differs from the policy.
-        clock: the step's clock.
-        ends: the tokens that end a response.
+    A correlation that is unknown, because lengths or scores do not vary, is left out. See `training_stats` for the
+    arguments; `ends` are the tokens that end a response.
     """
     train_stats = training_stats(rollout, recorded, mismatch)
     clock.lap("optimize_step")
