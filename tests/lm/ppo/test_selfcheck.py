@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tests.lm.tiny import batch, gpt2, llama, policy, ppo, rows, t5, with_value_head
 
-from trimtab_lm.tokens import logprobs
+from trimtab_lm.tokens.inputs import TokenReader
 
 QUERIES = rows(4, 1, 6)
 
@@ -32,8 +32,13 @@ def test_nothing_is_said_of_sound_models(build):
 
 def test_a_sampler_with_other_positions_is_found(monkeypatch):
     trainer = ppo(policy())
-    shifted = lambda _, inputs: {**inputs, "position_ids": inputs["position_ids"] + 1}  # noqa: E731
-    monkeypatch.setattr(logprobs, "positioned", shifted)
+    inputs = TokenReader.inputs
+
+    def shifted(self, tokens):
+        read = inputs(self, tokens)
+        return {**read, "position_ids": read["position_ids"] + 1}
+
+    monkeypatch.setattr(TokenReader, "inputs", shifted)
     with pytest.warns(UserWarning, match="health/other_sampler.*generate and the trainer differ"):
         sample(trainer)
 
