@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 
 from experiments.provenance import provenance
 from trimtab_common.config import parse_config, read_settings, to_flat_dict
-from trimtab_common.runs import folder_of_trial
+from trimtab_common.run_record import folder_of_trial
 from trimtab_common.sealing import checkpoints, keep_under_other_name
 from trimtab_common.seeding import private_rng
 from trimtab_lm.sampling.generate import eos_token_ids, generate

@@ -15,7 +15,7 @@ from trimtab_common import hub
 from trimtab_common.formulas.kl import AdaptiveKLController
 from trimtab_common.health import HealthMonitor, Vitals
 from trimtab_common.run import Run
-from trimtab_common.runs import RunRecord
+from trimtab_common.run_record import RunRecord
 from trimtab_common.sealing import CheckpointError
 from trimtab_common.tracking import start_tracking
 

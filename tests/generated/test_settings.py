@@ -16,7 +16,7 @@ from trimtab_common.config import Range, check_ranges, parse_config, read_settin
 from trimtab_common.health import HealthMonitor, TrainingDivergedError
 from trimtab_common.images import to_pil
 from trimtab_common.reward_checks import checked_scores
-from trimtab_common.runs import RunRecord
+from trimtab_common.run_record import RunRecord
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint, verify
 from trimtab_common.writers import markdown_table
 from trimtab_diffusion import DDPOConfig

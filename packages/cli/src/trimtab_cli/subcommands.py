@@ -21,7 +21,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, Trainer, TrainingArgume
 from transformers.utils import is_bitsandbytes_available
 
 from trimtab_common.config import Count, CountFromZero, Positive, parse_config, setting
-from trimtab_common.runs import folder_of_trial
+from trimtab_common.run_record import folder_of_trial
 from trimtab_common.sealing import latest_checkpoint
 from trimtab_lm.data.prompts import open_dataset
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from trimtab_common.checkpoint_shards import Owner, divided, join, read, refuse_code, split, write
-from trimtab_common.runs import RunRecord
+from trimtab_common.run_record import RunRecord
 from trimtab_common.sealing import (
     MANIFEST,
     CheckpointError,

@@ -25,7 +25,7 @@ from trimtab_common.health import HealthMonitor
 from trimtab_common.hub import push_folder
 from trimtab_common.interruption import Interruption
 from trimtab_common.locks import free, hold
-from trimtab_common.runs import RunRecord
+from trimtab_common.run_record import RunRecord
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
 from trimtab_common.stats import everywhere
 from trimtab_common.tracking import Tracker

@@ -18,7 +18,7 @@ from trimtab_common.accelerators import WeighingAccelerator, create_accelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.run import Run
-from trimtab_common.runs import RunRecord
+from trimtab_common.run_record import RunRecord
 from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from trimtab_common.checkpoint import bytes_of
 from trimtab_common.checkpoint_shards import refuse_code
 from trimtab_common.locks import free, hold
-from trimtab_common.runs import RunRecord, layout_fingerprint, rows_fingerprint
+from trimtab_common.run_record import RunRecord, layout_fingerprint, rows_fingerprint
 from trimtab_common.sealing import (
     CheckpointError,
     SaveError,

@@ -20,7 +20,7 @@ from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.run import Run, Stateful
-from trimtab_common.runs import RunRecord, rows_fingerprint
+from trimtab_common.run_record import RunRecord, rows_fingerprint
 from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
 from trimtab_lm import interface

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab_common.runs import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
+from trimtab_common.run_record import RunRecord, layout_fingerprint, result_settings, rows_fingerprint
 from trimtab_common.sealing import CheckpointError, seal
 
 
