@@ -204,11 +204,7 @@ def check_generate(
 
 def samples_conversations(rollout: RolloutBackend | None) -> bool:
     """Whether an environment answers the policy and rewards it."""
-    if rollout is None:
-        return False
-    from trimtab_lm.environments.rollout import EnvironmentRollout
-
-    return isinstance(rollout, EnvironmentRollout)
+    return bool(getattr(rollout, "takes_rows", False))
 
 
 def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], columns: Sequence[str]) -> None:
