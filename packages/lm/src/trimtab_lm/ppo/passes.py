@@ -94,10 +94,12 @@ class Trainer(Protocol):
     kl_ctl: FixedKLController
     rounding: float
     rollout: RolloutBackend | None
+    current_device: torch.device
     dataset: Any
 
-    @property
-    def current_device(self) -> torch.device: ...
+    def prepare_dataloader(
+        self, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None = None
+    ) -> DataLoader[Any]: ...
     @property
     def temperature(self) -> float: ...
     @property
@@ -113,9 +115,6 @@ class Trainer(Protocol):
     def _kl_penalty(self, logprob: Tensor, ref_logprob: Tensor) -> Tensor: ...
     def record_step_stats(self, kl_coef: float, **data: Any) -> Stats: ...
     def gather_stats(self, stats: Mapping[str, object]) -> Stats: ...
-    def prepare_dataloader(
-        self, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None = None
-    ) -> DataLoader[Any]: ...
 
 
 def forward(trainer: Trainer, model: nn.Module, rollout: Experience, replaced: Collection[str]) -> Scores:

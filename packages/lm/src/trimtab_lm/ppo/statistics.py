@@ -46,7 +46,7 @@ def training_stats(
     Args:
         rollout: evaluated.
         recorded: what its updates recorded.
-        mismatch: how far the sampler differs from the policy; see `corrected`.
+        mismatch: how far the sampler differs from the policy; see `mismatch_stats`.
     """
     mask = rollout.masks
     local = {
