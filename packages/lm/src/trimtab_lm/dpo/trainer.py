@@ -210,7 +210,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         """
         if "sequence" not in batch and self.chain.runs:
             return self.chain.forward(model, batch)
-        with dropout_off(self, model):
+        with dropout_off(self, model) if model.training else nullcontext():
             return score(model, tokens_of(self, batch))
 
     @torch.no_grad()
