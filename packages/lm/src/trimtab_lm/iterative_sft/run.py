@@ -26,6 +26,7 @@ from trimtab_lm.hf.checkpoints import STATE
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.hf.labels import LabelTrainer
 from trimtab_lm.hf.models import load_weights
+from trimtab_lm.hf.tracking import Recorder
 from trimtab_lm.hf.types import Batch
 from trimtab_lm.interface import Model, base_of
 
@@ -53,6 +54,7 @@ class StepRun:
 
     Attributes:
         progress: how far the caller has come.
+        stats: statistics of the present call; the trainer's `recorder` holds those since the last log.
         unlogged_loss: the sum of the updates' losses since the last log.
     """
 
@@ -60,7 +62,7 @@ class StepRun:
         self.trainer: Any = trainer  # Trainer declares its optimizer, schedule, state and engine too narrowly
         if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # which make it over the sharded parameters
             trainer.create_optimizer()
-        self.progress = Progress()
+        self.progress, self.stats = Progress(), Recorder()
         self.unlogged_loss = torch.zeros((), device=trainer.args.device)
         self._last_log = 0
         self._is_started = False
@@ -154,13 +156,19 @@ class StepRun:
         if trainer.ending.stops and progress.updates:
             trainer.ending.interruption.end()
 
-    def end_call(self) -> None:
-        """Stop handling signals if this call was the last one; free unused memory if the config asks for it."""
+    def end_call(self) -> dict[str, Any]:
+        """Stop handling signals after the last call; free unused memory if the config asks for it. Collective.
+
+        Returns:
+            The call's statistics, `epoch` (calls so far) and `global_step`.
+        """
         trainer = self.trainer
         if trainer.ending.stops or self._is_finished:
             trainer.ending.interruption.release()
         if trainer.config.optimize_device_cache:
             clear_device_cache(garbage_collection=True)
+        where = {"epoch": self.progress.calls, "global_step": trainer.state.global_step}
+        return self.stats.flush(training=True) | where
 
     @property
     def _is_finished(self) -> bool:

@@ -11,7 +11,6 @@ from transformers.trainer_utils import TrainOutput
 from trimtab_lm.hf.adapter import Batch, BatchLoss, DataOptions, TrainerOptions, Use, prepare_datasets
 from trimtab_lm.hf.labels import LabelTrainer, document_collator, label_stats
 from trimtab_lm.hf.models import load_language_model
-from trimtab_lm.hf.tracking import Recorder
 from trimtab_lm.interface import Model, Processor
 from trimtab_lm.legacy.arguments import ITERATIVE_SFT, takes_constructor_of_2024
 
@@ -34,9 +33,8 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         args: the config; None for the defaults.
         data_collator: from rows of `input_ids`, `attention_mask` and `labels` to a batch, instead of the padding-free
             one.
-        eval_dataset: rows of `input_ids` (and `labels`), of `text`, or of `prompt` and `completion`.
+        eval_dataset, train_dataset: rows of `input_ids` (and `labels`), of `text`, or of `prompt` and `completion`.
         processing_class: the tokenizer; by default the one saved with the model.
-        train_dataset: rows as of eval_dataset, for `train`.
         peft_config: adapters to add.
     """
 
@@ -68,7 +66,6 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         prepare_datasets(self)
         self.run = StepRun(self)
         self.progress = self.run.progress
-        self.call_stats = Recorder()  # of one call of step; `recorder` holds those since the last log
 
     def step(
         self,
@@ -110,9 +107,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             summary = update(window, self.run, count=self.items_of(window))
             num_tokens += summary["num_tokens"]
             self.run.after_update(summary, len(windows))
-        self.run.end_call()
-        where = {"epoch": self.progress.calls, "global_step": self.state.global_step}
-        return {**summary, **self.call_stats.flush(training=True), **where, "num_tokens": num_tokens}
+        return {**summary, **self.run.end_call(), "num_tokens": num_tokens}
 
     def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
         """The dataset as `input_ids` and `labels`."""
@@ -122,7 +117,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         """-sum of log p over the tokens that count, divided by their number in the whole step."""
         batch_loss, scores = loss(model, batch, policy=self.model, count=items)
         stats = label_stats(scores)
-        self.call_stats.add({"loss": stats["loss"]}, training=model.training)
+        self.run.stats.add({"loss": stats["loss"]}, training=model.training)
         return BatchLoss(batch_loss, stats)
 
     def train(
