@@ -184,6 +184,25 @@ def test_complex_numbers(call: Callable[[Tensor], Tensor]):
     torch.testing.assert_close(there.cpu(), call(x))
 
 
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+def test_attention_is_one_launch_without_a_matrix_of_scores(mask: str | None, device: ModuleType):
+    def attend(where: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        three = [torch.randn(1, 2, 64, 8).to(where).requires_grad_() for _ in range(3)]
+        seen = torch.ones(64, 64, dtype=torch.bool).tril().to(where)
+        bias = {"bool": seen, "float": torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -1e9)}.get(mask)
+        device.clear()
+        output = F.scaled_dot_product_attention(*three, attn_mask=bias, is_causal=mask is None)
+        (output**2).sum().backward()
+        return [output.detach().cpu(), *(t.grad.cpu() for t in three)]  # type: ignore[union-attr]
+
+    for there, here in zip(attend("musa"), attend("cpu"), strict=True):
+        torch.testing.assert_close(there, here)
+    attend("musa")
+    names = {name for name in device.counts() if "attention" in name or "softmax" in name or "mm" in name}
+    assert names == {"aten::scaled_dot_product_attention", "aten::scaled_dot_product_attention_backward"}
+
+
 def test_gradients_of_complex_numbers():
     def gradient(where: str) -> Tensor:
         x = torch.tensor([1 + 2j, 3 - 1j], device=where).requires_grad_()

@@ -6,9 +6,11 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/SDPBackend.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -343,6 +345,42 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   return {to_device(of_input, there), to_device(of_weight, there), to_device(of_bias, there)};
 }
 
+// Attention without a matrix of scores, as the fused kernels of GPUs: one launch, and one in the backward pass.
+using Mask = std::optional<Tensor>;
+int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& mask, double dropout,
+                         bool is_causal, std::optional<double>, bool) {
+  bool is_fit = query.dim() == 4 && query.numel() && key.numel() && query.size(1) == key.size(1) &&
+                query.size(1) == value.size(1) && query.size(3) == value.size(3) && query.stride(3) == 1 &&
+                key.stride(3) == 1 && value.stride(3) == 1 && dropout == 0;
+  bool is_mask_fit = !mask || (!mask->requires_grad() && (mask->dim() == 2 || mask->dim() == 4) && !is_causal);
+  return int64_t(is_fit && is_mask_fit ? at::SDPBackend::overrideable : at::SDPBackend::math);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Mask& mask, double dropout, bool is_causal, bool,
+    std::optional<double> scale) {
+  TORCH_CHECK(!mask || is_ours(*mask), "Expected all tensors to be on the same device, but attention got a mask on ",
+              mask->device(), " beside ", query.device(), ".");
+  count(operators, "aten::scaled_dot_product_attention");
+  auto [output, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
+      host(query), host(key), host(value), dropout, is_causal, mask ? Mask(host(*mask)) : mask, scale);
+  auto there = query.device();
+  auto queries = query.sym_size(2), keys = key.sym_size(2);
+  return {to_device(output, there), to_device(logsumexp, there), {}, {}, queries, keys, {}, {}, {}};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask,
+    std::array<bool, 4>, const Tensor& output, const Tensor& logsumexp, const Tensor&, const Tensor&, c10::SymInt,
+    c10::SymInt, double dropout, bool is_causal, const Tensor&, const Tensor&, std::optional<double> scale) {
+  count(operators, "aten::scaled_dot_product_attention_backward");
+  auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      host(grad), host(query), host(key), host(value), host(output), host(logsumexp), dropout, is_causal,
+      mask.defined() ? Mask(host(mask)) : Mask(), scale);
+  auto there = query.device();
+  return {to_device(of_query, there), to_device(of_key, there), to_device(of_value, there), {}};
+}
+
 // Registration -----------------------------------------------------------------------------------------------------
 
 torch::CppFunction boxed() { return torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>(); }
@@ -394,6 +432,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
   m.impl("convolution_overrideable", boxed());
   m.impl("convolution_backward_overrideable", &convolution_backward);
+
+  m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
 
   m.impl("index.Tensor", boxed());  // PyTorch would turn its masks into indices first
 
@@ -451,3 +492,7 @@ TORCH_LIBRARY(pretend, m) {
 }
 
 }  // namespace
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &choose_attention);
+}
