@@ -84,7 +84,8 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
         self.checkpoints, self.passes = Checkpoints(self), Passes(self)
-        self.ending = AdapterCallback(self, saves=config.save_strategy != "no" or config.enable_jit_checkpoint)
+        saves = config.save_strategy != "no" or config.enable_jit_checkpoint
+        self.ending = AdapterCallback(self, self.checkpoints, self.passes, saves=saves)
         self.add_callback(self.ending)
         prepare_trackers(self.config)
 

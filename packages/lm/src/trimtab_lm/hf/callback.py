@@ -3,9 +3,8 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import rewrite_logs
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
@@ -13,10 +12,9 @@ from trimtab_common.interruption import Interruption
 from trimtab_common.tracking import append_metrics
 from trimtab_common.weights_and_biases import STEP_AXIS
 
+from .checkpoints import Checkpoints
+from .streams import Passes
 from .tracking import close_trackers
-
-if TYPE_CHECKING:
-    from .adapter import AnyTrainer
 
 
 class AdapterCallback(TrainerCallback):
@@ -26,14 +24,16 @@ class AdapterCallback(TrainerCallback):
 
     Args:
         trainer: whose callback it is.
+        checkpoints: the trainer's.
+        passes: the trainer's.
         saves: whether a run that ends by a signal is saved.
 
     Attributes:
         stops: whether a signal makes the finished step the last one.
     """
 
-    def __init__(self, trainer: "AnyTrainer", *, saves: bool) -> None:
-        self.trainer, self.saves, self.stops = trainer, saves, False
+    def __init__(self, trainer: Trainer, checkpoints: Checkpoints, passes: Passes, *, saves: bool) -> None:
+        self.checkpoints, self.passes, self.saves, self.stops = checkpoints, passes, saves, False
         self.interruption = Interruption(trainer.accelerator, close=lambda status: close_trackers(trainer, status))
 
     @contextmanager
@@ -48,7 +48,7 @@ class AdapterCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self.trainer.checkpoints.begin(args, state)
+        self.checkpoints.begin(args, state)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -57,8 +57,8 @@ class AdapterCallback(TrainerCallback):
 
         A step after which `Trainer.train` logs, evaluates or saves an epoch is not the last one: the next one is.
         """
-        if self.trainer.passes.loader is not None:
-            self.trainer.passes.end_step(args, state, control)
+        if self.passes.loader is not None:
+            self.passes.end_step(args, state, control)
         self.stops = self.interruption.is_asked() and not (self.interruption.is_in_train and _ends_epoch(args, state))
         if self.stops:
             control.should_training_stop = control.should_log = True
@@ -75,7 +75,7 @@ class AdapterCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """End the process where `Trainer.train` would go on to finish the run. Collective then."""
-        if self.trainer.checkpoints.is_finished:  # the last epoch has been logged, evaluated and saved already
+        if self.checkpoints.is_finished:  # the last epoch has been logged, evaluated and saved already
             control.should_log = control.should_evaluate = control.should_save = False
         if self.stops:
             self.interruption.end()
@@ -83,7 +83,7 @@ class AdapterCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self.trainer.checkpoints.end(args)
+        self.checkpoints.end(args)
 
     def on_log(
         self,
