@@ -87,7 +87,7 @@ class Speaker:
             raise ValueError(f"{source} is a reward model, which writes no text. Name a language model.")
         kind: AutoModel = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = cast(nn.Module, load_model(kind, source, (), {}, is_trainable=False, hub={}))
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         tokenizer = AutoTokenizer.from_pretrained(source)
         if system is not None and tokenizer.chat_template is None:
             raise ValueError(f"{source} has no chat template, so there is no place for a system message.")

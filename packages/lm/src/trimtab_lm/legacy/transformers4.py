@@ -4,6 +4,7 @@
 """
 
 import functools
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,8 @@ def restore() -> None:
     - `get_image_features` and `get_text_features` of a CLIPModel return a tensor; its attribute `pooler_output` is
       the tensor itself, for code of transformers 5.
     """
-    transformers.TrainingArguments = TrainingArguments  # type: ignore[misc]
+    # transformers' first import may replace the module, so that `transformers` above is another one.
+    vars(sys.modules["transformers"])["TrainingArguments"] = TrainingArguments
     auto_model: Any = AutoModelForCausalLM.__mro__[1]
     kinds: list[Any] = [PreTrainedModel, *auto_model.__subclasses__()]  # each has a copy of the method
     for kind in kinds:
