@@ -1,6 +1,8 @@
 """Rows of tokens: what they contain, and that a model's results do not depend on the layout."""
 
+import heapq
 import inspect
+import random
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tests.lm import tiny
 
 from trimtab_lm.tokens.attention import tree_mask
 from trimtab_lm.tokens.forward import best_layout, score_sequences_in_forward, score_tokens_in_forward
-from trimtab_lm.tokens.layout import TokenGroup, best_fit, from_labels, lay_out, sum_per_sequence
+from trimtab_lm.tokens.layout import TokenGroup, best_fit, from_labels, lay_out, lean_width, sum_per_sequence
 
 D = torch.float64
 A, B = [5, 6, 7], [8, 9]
@@ -18,6 +20,22 @@ A, B = [5, 6, 7], [8, 9]
 def test_best_fit_fills_the_fullest_row_that_has_room():
     # 6 opens a row (room 4), 5 opens another (room 5); 4 goes to the fuller one, 5 fills the other, 2 opens a third.
     assert best_fit([5, 6, 4, 5, 2], 10) == [[0, 3], [1, 2], [4]]
+
+
+def test_the_search_for_a_width_takes_twice_as_long_for_twice_the_pieces(monkeypatch: pytest.MonkeyPatch):
+    steps: list[int] = []
+    replace = heapq.heapreplace
+    monkeypatch.setattr(heapq, "heapreplace", lambda rows, item: steps.append(1) or replace(rows, item))
+    numbers = random.Random(0)
+    counted = []
+    for pieces in (500, 1000, 2000):
+        steps.clear()
+        lengths = [numbers.randint(20, 400) for _ in range(pieces)]
+        width = lean_width(lengths)
+        counted.append(len(steps))
+        assert width * len(best_fit(lengths, width)) < 1.02 * sum(lengths)
+    assert counted[1] <= 2.2 * counted[0]
+    assert counted[2] <= 2.2 * counted[1]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -13,6 +13,7 @@ prompt, two answers), a rollout group (a prompt, G responses). `lay_out` puts gr
 
 import bisect
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +26,7 @@ from torch import Tensor
 Integers = npt.NDArray[np.int64]
 NOTHING: Integers = np.empty(0, dtype=np.int64)
 Layout = Literal["row", "tree", "packed", "padded", "encoder-decoder"]
+TRIALS = 64
 INPUT_KEYS = ("input_ids", "attention_mask", "position_ids", "decoder_input_ids", "decoder_attention_mask")
 """The columns of a laid-out batch that a model's forward takes: see `lay_out`."""
 
@@ -94,16 +96,19 @@ def best_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
 def lean_width(lengths: Sequence[int]) -> int:
     """The width of rows in which `best_fit` leaves the least padding, between the longest length and twice that.
 
-    Attention costs grow with the width, and so bound it.
+    Attention costs grow with the width, and so bound it. Of the numbers of rows that many pieces could have, it tries
+    `TRIALS`: the work is then linear in the pieces, and they fill rows of any width well.
     """
-    longest = max(lengths)
-    widths = {longest}
-    for count in range(1, len(lengths)):
+    longest, by_length = max(lengths), sorted(lengths, reverse=True)
+    widths, counts = {longest}, range(max(math.ceil(sum(lengths) / max(2 * longest, 1)), 1), len(lengths))
+    for count in counts[:: max(math.ceil(len(counts) / TRIALS), 1)]:
         rows = [0] * count  # filled evenly: the next longest piece goes into the emptiest row
-        for length in sorted(lengths, reverse=True):
+        for length in by_length:
             heapq.heapreplace(rows, rows[0] + length)
         if max(rows) <= 2 * longest:
             widths.add(max(rows))
+        if max(rows) == longest:  # more rows are no narrower
+            break
     return min(widths, key=lambda width: (width * len(best_fit(lengths, width)), width))
 
 
