@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,8 +55,34 @@ ROWS, LENGTH, NEW = 8, 64, 16  # rows of a step, tokens of a row, tokens of a co
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 WORDS = [*SPECIAL, *(f"w{i}" for i in range(2000 - len(SPECIAL)))]
 
-Begin = Callable[[], None]
-"""Called at the end of the first step: what follows is measured."""
+
+class Need(NamedTuple):
+    """What a row needs; `reasons` are those of its waits."""
+
+    figures: dict[str, float]
+    reasons: dict[str, int]
+
+
+class Meter:
+    """Measures what lies between `begin`, at the end of the first step, and `end`.
+
+    Attributes:
+        need: what was measured, its bytes beyond those in use when the meter was made.
+    """
+
+    def __init__(self) -> None:
+        self.device: Any = import_module("torch_musa")
+        self.held = self.device.memory_allocated()
+
+    def begin(self) -> None:
+        gc.collect()
+        self.device.clear()
+
+    def end(self) -> None:
+        operators, reasons = sum(self.device.counts().values()), self.device.waits()
+        size, waits = self.device.peak() - self.held, sum(reasons.values())
+        figures = {"operators": operators, "waits": waits, "copies": self.device.copies(), "bytes": size}
+        self.need = Need(figures, reasons)
 
 
 # Small inputs -------------------------------------------------------------------------------------------------------
@@ -113,13 +140,15 @@ def pairs() -> Dataset:
 class SecondStep(TrainerCallback):
     """Measures from the end of the first step to the end of the second."""
 
-    def __init__(self, begin: Begin):
-        self.begin = begin
+    def __init__(self, meter: Meter):
+        self.meter = meter
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 1:
-            self.begin()
-        control.should_training_stop = state.global_step == 2
+            self.meter.begin()
+        else:
+            self.meter.end()
+            control.should_training_stop = True
 
 
 def arguments(folder: Path, rows: int = ROWS) -> dict[str, Any]:
@@ -127,43 +156,44 @@ def arguments(folder: Path, rows: int = ROWS) -> dict[str, Any]:
     return {**sizes, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
 
 
-def sft(folder: Path, begin: Begin) -> None:
+def sft(folder: Path, meter: Meter) -> None:
     rows = Dataset.from_dict({"text": texts(3 * ROWS, LENGTH, 0)})
     args = SFTConfig(**arguments(folder), max_length=LENGTH)
-    trainer = SFTTrainer(llama(), args, train_dataset=rows, processing_class=tokenizer(), callbacks=[SecondStep(begin)])
+    trainer = SFTTrainer(llama(), args, train_dataset=rows, processing_class=tokenizer(), callbacks=[SecondStep(meter)])
     trainer.train()
 
 
-def iterative_sft(folder: Path, begin: Begin) -> None:
+def iterative_sft(folder: Path, meter: Meter) -> None:
     trainer = IterativeSFTTrainer(llama(), IterativeSFTConfig(**arguments(folder)), processing_class=tokenizer())
     trainer.step(texts=texts(ROWS, LENGTH, 0))
-    begin()
+    meter.begin()
     trainer.step(texts=texts(ROWS, LENGTH, 1))
+    meter.end()
 
 
-def dpo(folder: Path, begin: Begin) -> None:
+def dpo(folder: Path, meter: Meter) -> None:
     args = DPOConfig(**arguments(folder, ROWS // 2))
     options: dict[str, Any] = {"train_dataset": pairs(), "processing_class": tokenizer()}
-    DPOTrainer(llama(), args=args, callbacks=[SecondStep(begin)], **options).train()
+    DPOTrainer(llama(), args=args, callbacks=[SecondStep(meter)], **options).train()
 
 
-def reward(folder: Path, begin: Begin) -> None:
+def reward(folder: Path, meter: Meter) -> None:
     args = RewardConfig(**arguments(folder, ROWS // 2))
     options: dict[str, Any] = {"train_dataset": pairs(), "processing_class": tokenizer()}
     scorer = llama(LlamaForSequenceClassification, num_labels=1)
-    RewardTrainer(scorer, args, callbacks=[SecondStep(begin)], **options).train()
+    RewardTrainer(scorer, args, callbacks=[SecondStep(meter)], **options).train()
 
 
 def length(completions: list[str], **_: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
 
 
-def grpo(folder: Path, begin: Begin) -> None:
+def grpo(folder: Path, meter: Meter) -> None:
     sizes = {"num_generations": 4, "max_completion_length": NEW}
     prompts = Dataset.from_dict({"prompt": texts(3 * ROWS, LENGTH - NEW, 0)})
     args = GRPOConfig(**arguments(folder, ROWS // 4), **sizes)
     options: dict[str, Any] = {"train_dataset": prompts, "processing_class": tokenizer()}
-    GRPOTrainer(llama(), reward_funcs=length, args=args, callbacks=[SecondStep(begin)], **options).train()
+    GRPOTrainer(llama(), reward_funcs=length, args=args, callbacks=[SecondStep(meter)], **options).train()
 
 
 def ppo_trainer(folder: Path) -> tuple[PPOTrainer, list[torch.Tensor]]:
@@ -173,7 +203,7 @@ def ppo_trainer(folder: Path) -> tuple[PPOTrainer, list[torch.Tensor]]:
     return trainer, [prompt.to(trainer.accelerator.device) for prompt in prompts]
 
 
-def ppo(folder: Path, begin: Begin) -> None:
+def ppo(folder: Path, meter: Meter) -> None:
     trainer, queries = ppo_trainer(folder)
     scores = [torch.tensor(float(i)) for i in range(ROWS)]
 
@@ -183,35 +213,39 @@ def ppo(folder: Path, begin: Begin) -> None:
     responses = trainer.generate(queries, return_prompt=False, max_new_tokens=NEW)
     step()
     responses = trainer.generate(queries, return_prompt=False, max_new_tokens=NEW)
-    begin()
+    meter.begin()
     step()
+    meter.end()
 
 
-def ppo_sampling(folder: Path, begin: Begin, tokens: int = NEW) -> None:
+def ppo_sampling(folder: Path, meter: Meter, tokens: int = NEW) -> None:
     trainer, queries = ppo_trainer(folder)
     trainer.generate(queries, return_prompt=False, max_new_tokens=tokens)
-    begin()
+    meter.begin()
     responses = trainer.generate(queries, return_prompt=False, max_new_tokens=tokens)
+    meter.end()
     assert {len(response) for response in responses} == {tokens}
 
 
-def grpo_sampling(folder: Path, begin: Begin, tokens: int = NEW) -> None:
+def grpo_sampling(folder: Path, meter: Meter, tokens: int = NEW) -> None:
     sampler = TransformersRollout(SamplingSettings(max_completion_length=tokens), tokenizer())
     model = llama().to("musa")
     prompts = [tokenizer()(prompt, return_tensors="pt").input_ids[0] for prompt in texts(ROWS // 4, LENGTH - NEW, 0)]
     for version in range(2):
         if version == 1:
-            begin()
+            meter.begin()
         sampler.sync(model, version)
         rollout = sampler.generate(prompts, num_generations=4, version=version, seed=version)
+    meter.end()
     assert {len(completion) for completion in rollout.completions} == {tokens}
 
 
-def ddpo(folder: Path, begin: Begin) -> None:
+def ddpo(folder: Path, meter: Meter) -> None:
     trainer = ddpo_trainer("sd", folder, use_lora=True, mixed_precision="no")
     steps = trainer.step(0, 0)
-    begin()
+    meter.begin()
     trainer.step(1, steps)
+    meter.end()
 
 
 ROW: dict[str, Callable[..., None]] = {
@@ -231,15 +265,6 @@ NAMES = [*ROW, *PER_TOKEN]
 
 # The table ----------------------------------------------------------------------------------------------------------
 
-Figures = dict[str, float]
-
-
-class Need(NamedTuple):
-    """What a row needs; `reasons` are those of its waits."""
-
-    figures: Figures
-    reasons: dict[str, int]
-
 
 def measure(name: str) -> Need:
     """Runs a row of the table; what ran before it in this process changes nothing."""
@@ -252,22 +277,13 @@ def measure(name: str) -> Need:
 
 
 def measure_row(row: Callable[..., None], **options: int) -> Need:
-    import torch_musa
-
-    def begin() -> None:
-        gc.collect()
-        torch_musa.clear()
-
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     with tempfile.TemporaryDirectory() as folder, quiet(), collected():
-        held = torch_musa.memory_allocated()
+        meter = Meter()
         torch.manual_seed(0)
-        row(Path(folder), begin, **options)
-        operators, copies = sum(torch_musa.counts().values()), torch_musa.copies()
-        reasons, peak = torch_musa.waits(), torch_musa.peak()
-    figures = {"operators": operators, "waits": sum(reasons.values()), "copies": copies, "bytes": peak - held}
-    return Need(figures, reasons)
+        row(Path(folder), meter, **options)
+        return meter.need
 
 
 @contextmanager
@@ -289,7 +305,7 @@ def collected() -> Iterator[None]:
         gc.collect()
 
 
-def judgement(name: str, need: Need, budget: Figures) -> str:
+def judgement(name: str, need: Need, budget: dict[str, float]) -> str:
     """What is wrong with a row's budget, and the line that would be right; empty if nothing is."""
     faults = []
     for key, value in need.figures.items():
@@ -307,15 +323,15 @@ def judgement(name: str, need: Need, budget: Figures) -> str:
     )
 
 
-def line(name: str, figures: Figures) -> str:
+def line(name: str, figures: dict[str, float]) -> str:
     return f"{json.dumps(name)}: {json.dumps(figures)}"
 
 
-def read() -> dict[str, Figures]:
+def read() -> dict[str, dict[str, float]]:
     return json.loads(TABLE.read_text())  # type: ignore[no-any-return]
 
 
-def text_of(table: dict[str, Figures]) -> str:
+def text_of(table: dict[str, dict[str, float]]) -> str:
     return "{\n" + ",\n".join(f"  {line(name, table[name])}" for name in NAMES) + "\n}\n"
 
 
