@@ -258,13 +258,17 @@ class Completer:
                 shared = repeats if self.shares_prompts else 1
                 read = [prompts[i] for i in chosen for _ in range(repeats // shared)]
                 rows, logprobs = self._sample(read, repeats=shared)
-                for number, row in enumerate(rows):
+                host, at = rows.cpu(), prompts[chosen[0]].device  # one copy: each reading of a row would wait
+                rows = host if at == host.device else rows.to(at)
+                logprobs = None if logprobs is None else logprobs.to(at)
+                for number, row in enumerate(host):
                     prompt = chosen[number // repeats]
                     place = prompt * num_generations + done + number % repeats
-                    ids = completions[place] = cut_at_eos(row, self.eos_ids, padding).to(prompts[prompt].device)
-                    ended[place] = int(ids[-1]) in self.eos_ids or (self.has_criterion and len(ids) < new)
+                    length = len(cut_at_eos(row, self.eos_ids, padding))
+                    ids = completions[place] = rows[number, :length].to(prompts[prompt].device)
+                    ended[place] = int(row[length - 1]) in self.eos_ids or (self.has_criterion and length < new)
                     if logprobs is not None:
-                        told[place] = logprobs[number, : len(ids)].to(ids.device)
+                        told[place] = logprobs[number, :length].to(ids.device)
         return Rollout(completions, ended, None if self.loop is None else told)
 
     def _sample(self, prompts: Sequence[Tensor], *, repeats: int) -> tuple[Tensor, Tensor | None]:
