@@ -51,6 +51,18 @@ def test_the_gradient_of_a_sum_is_right_for_any_weights(
             torch.testing.assert_close(a, b, **EXACT[dtype])
 
 
+def test_an_accelerator_takes_chunks_by_its_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (2**30, 80 * 2**30))
+    assert scores.chunk_size(128_256, torch.device("cpu")) == 130
+    assert scores.chunk_size(128_256, torch.device("cuda:6")) == 2616
+
+    def unknown(device: torch.device) -> tuple[int, int]:
+        raise RuntimeError("not implemented")
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", unknown)
+    assert scores.chunk_size(128_256, torch.device("cuda:7")) == 130
+
+
 def test_a_sum_applies_the_head_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 4 * VOCABULARY)
     calls: list[int] = []

@@ -282,7 +282,7 @@ def exact_kl(
     Returns:
         [N], in nats.
     """
-    size = chunk_size(vocab_size)
+    size = chunk_size(vocab_size, policy_read.device)
     parts = []
     for chunks in zip(policy_read.split(size), ref_read.split(size), strict=True):
         log_p, log_q = (

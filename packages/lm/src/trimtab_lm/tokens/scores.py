@@ -1,6 +1,7 @@
 """Log-probability and entropy of chosen tokens from logits, or from what an LM head reads."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +9,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 2**24
-"""Logits of one chunk: 64 MiB in float32. Two such buffers exist at a time.
+"""Logits of one chunk on a CPU: 64 MiB in float32. Two such buffers exist at a time.
 
 All chunks share them: a CPU takes as long to hand out such a buffer as to fill it."""
+DEVICE_SHARE = 32
+"""On an accelerator the two buffers fill 1 / 32 of its memory, because each chunk adds a gradient of the whole head and
+starts a dozen kernels. All of the memory counts, and not what is free, so that a run can be repeated."""
 
 
 class TokenScores(NamedTuple):
@@ -61,7 +65,7 @@ def score_chunks(
     def score(hidden: Tensor, targets: Tensor) -> TokenScores:
         return score_logits(head(hidden), targets, temperature=temperature)
 
-    size = chunk_size(vocab_size)
+    size = chunk_size(vocab_size, hidden.device)
     parts = [
         checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False)
         for chunk in zip(hidden.split(size), targets.split(size), strict=True)
@@ -95,15 +99,26 @@ def score_linear(
     # Without the factor of the loss, float16 has no room for small probabilities.
     is_summed = is_summed and hidden.requires_grad and torch.is_grad_enabled() and weight.dtype != torch.float16
     with torch.autocast(device, enabled=False):
-        if not is_summed and len(hidden) <= chunk_size(len(weight)):
+        if not is_summed and len(hidden) <= chunk_size(len(weight), weight.device):
             logits = nn.functional.linear(hidden, weight, bias)
             return TokenScores(*_ScoreLogits.apply(logits, targets, temperature, True))
         return TokenScores(*_ScoreLinear.apply(hidden, weight, bias, targets, temperature, is_summed))
 
 
-def chunk_size(vocab_size: int) -> int:
+def chunk_size(vocab_size: int, device: torch.device) -> int:
     """The positions whose logits fill one chunk."""
-    return max(1, CHUNK_ELEMENTS // vocab_size)
+    return max(1, max(CHUNK_ELEMENTS, _memory_of(device) // (DEVICE_SHARE * 2 * 4)) // vocab_size)
+
+
+@cache
+def _memory_of(device: torch.device) -> int:
+    """The bytes of an accelerator's memory; 0 for a CPU, and where PyTorch does not know them."""
+    if device.type in ("cpu", "meta"):
+        return 0
+    try:
+        return torch.accelerator.get_memory_info(device)[1]
+    except RuntimeError:
+        return 0
 
 
 def upcast(logits: Tensor) -> Tensor:
@@ -200,7 +215,8 @@ def _run_linear(
     Returns:
         Log-probabilities [N], entropies [N], and the gradients of hidden, weight and bias, if there are any.
     """
-    size, dtype = chunk_size(len(weight)), torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    size = chunk_size(len(weight), weight.device)
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     room = hidden.new_empty(2, min(size, len(hidden)), len(weight), dtype=dtype)
     logprobs, entropy = hidden.new_empty(len(hidden), dtype=dtype), hidden.new_empty(len(hidden), dtype=dtype)
     has_grad = of_logprobs is not None or of_entropy is not None
