@@ -74,6 +74,7 @@ def for_own_collators(config: Config, train_dataset: object, eval_dataset: objec
     config = copy.copy(config)
     config.remove_unused_columns = False
     config.enable_jit_checkpoint = False  # AdapterCallback saves in its place
+    config.logging_nan_inf_filter = False  # training_step raises first; the filter would wait for the device twice
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     streams = (torch.utils.data.IterableDataset, datasets.IterableDataset)
     if any(isinstance(one, streams) for one in [train_dataset, *evaluated]):
