@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab_common.stats import Correlation, Deviation, Mean, RunningMoments, Variance, gather_stats, merge_stats
+from trimtab_common.stats import (
+    Correlation,
+    Deviation,
+    Mean,
+    RunningMoments,
+    Surprise,
+    Variance,
+    gather_stats,
+    merge_stats,
+    on_host,
+)
 
 
 def test_means_and_variances_of_parts_are_those_of_the_whole():
@@ -20,6 +30,25 @@ def test_means_and_variances_of_parts_are_those_of_the_whole():
 def test_masks_reach_the_statistics():
     x, mask = torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([1, 1, 0])
     assert (Mean.of(x, mask).value, Variance.of(x, mask).value) == (2.0, 1.0)
+
+
+def test_numbers_of_means_are_read_without_rounding():
+    third = torch.tensor(1 / 3)
+    means: dict[str, Mean] = {
+        "float32": Mean(third, torch.tensor(7)),
+        "bfloat16": Mean(third.bfloat16(), 3.0),
+        "float64": Mean(third.double() + 1e-12, third),
+        "one number": Mean(torch.tensor([2.5]), 1),
+        "nothing": Mean(torch.tensor(0.0), torch.tensor(0)),
+        "surprise": Surprise(third * 100, torch.tensor(2), third),
+    }
+    read = on_host({**means, "number": 1.5, "variance": Variance.of(torch.arange(4.0))})
+    assert list(read) == [*means, "number", "variance"]
+    for name, mean in means.items():
+        assert type(read[name]) is type(mean)
+        assert [*vars(read[name]).values()] == [float(number) for number in vars(mean).values()]
+        assert not any(isinstance(number, torch.Tensor) for number in vars(read[name]).values())
+        assert read[name].value == mean.value or name == "nothing"
 
 
 def test_a_part_without_a_statistic_does_not_count():

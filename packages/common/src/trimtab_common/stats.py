@@ -4,6 +4,7 @@ A collective is called by every process.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsFloat, TypeAlias, TypeVar
@@ -253,6 +254,20 @@ def _kind(value: object) -> str:
     return "a number" if is_number else type(value).__name__
 
 
+def on_host(stats: Stats) -> Stats:
+    """The statistics with plain numbers in each `Mean`, for which it waits once, and not for each number."""
+    means = {name: value for name, value in stats.items() if isinstance(value, Mean)}
+    waiting = defaultdict[tuple[torch.device, torch.dtype], dict[int, Tensor]](dict)
+    for number in (number for mean in means.values() for number in vars(mean).values()):
+        if isinstance(number, Tensor):
+            waiting[number.device, number.dtype][id(number)] = number.reshape(())
+    read = dict[int, float]()
+    for numbers in waiting.values():
+        read |= zip(numbers, torch.stack([*numbers.values()]).tolist(), strict=True)
+    known = {name: [read.get(id(number), number) for number in vars(mean).values()] for name, mean in means.items()}
+    return stats | {name: type(mean)(*known[name]) for name, mean in means.items()}
+
+
 def gather_stats(stats: Mapping[str, object]) -> Stats:
     """Merges the statistics of all processes. One collective.
 
@@ -262,7 +277,7 @@ def gather_stats(stats: Mapping[str, object]) -> Stats:
     Returns:
         Numbers and 1-D tensors, equal on all processes.
     """
-    merged = merge_stats(gather_over_ranks(merge_stats([stats])))
+    merged = merge_stats(gather_over_ranks(on_host(merge_stats([stats]))))
     for key, value in merged.items():
         if isinstance(value, Summary):
             merged[key] = value.value
