@@ -95,9 +95,9 @@ def check_step(
     leads = [int(decoder_start is not None and len(row) > 1 and int(row[0]) == decoder_start) for row in responses]
 
     def cut(rows: Sequence[Tensor], at: torch.device) -> list[Tensor]:
-        return [row[lead:].to(at) for row, lead in zip(rows, leads, strict=True)]
+        return moved([row[lead:] for row, lead in zip(rows, leads, strict=True)], at)
 
-    queries, responses = [query.to(place) for query in queries], cut(responses, place)
+    queries, responses = moved(queries, place), cut(responses, place)
     given = torch.tensor(numbers, device=device)
     rollout = Experience(
         queries=queries,
@@ -113,6 +113,13 @@ def check_step(
         of_turns = torch.stack([row.float().sum() for row in rollout.response_rewards])
         return replace(rollout, scores=given + of_turns), given
     return rollout, given
+
+
+def moved(rows: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Rows [T] on a device, in one copy if they come from another."""
+    if len({(row.device, row.dtype) for row in rows}) > 1 or rows[0].device == device:
+        return [row.to(device) for row in rows]
+    return list(torch.cat(list(rows)).to(device).split(list(map(len, rows))))
 
 
 def check_fits(sampler_logprobs: Sequence[Tensor], responses: Sequence[Tensor]) -> None:

@@ -1,6 +1,7 @@
 """The records of a batch of responses and of a minibatch's update."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +37,14 @@ class Experience:
     returns: Tensor = UNKNOWN
 
     def __getitem__(self, rows: Tensor) -> "Experience":
-        chosen = dict(vars(self))
+        chosen, on = dict(vars(self)), cache(rows.to)
         for name, column in chosen.items():
             if isinstance(column, list):
                 chosen[name] = [column[i] for i in rows.tolist()]
             elif isinstance(column, dict):
-                chosen[name] = {key: value[rows.to(value.device)] for key, value in column.items()}
+                chosen[name] = {key: value[on(value.device)] for key, value in column.items()}
             elif column is not None and column is not UNKNOWN:
-                chosen[name] = column[rows.to(column.device)]
+                chosen[name] = column[on(column.device)]
         return Experience(**chosen)
 
     def minibatches(self, rows: Tensor, size: int) -> tuple[Tensor, ...]:
