@@ -136,14 +136,16 @@ class _Recorder:
                 f"{type(self.pipeline).__name__} changed its guidance from {self.asked[1]} to {asked[1]} between two "
                 "steps. DDPO replays all steps with one scale. Use no callback that changes it."
             )
-        elif not torch.equal(sample, self.following):
+        elif sample is not self.following and not torch.equal(sample, self.following):
             raise ValueError(
                 f"{type(self.pipeline).__name__} changed the latents between two steps, which DDPO cannot replay. Use "
                 "no callback that changes them, and for inpainting a denoiser with inputs for the mask."
             )
         number, is_flow = len(self.latents), self.steps.is_flow
         mean, std = self.steps.gaussian(model_output, sample, torch.full((len(sample),), number))
-        result = stock(model_output, timestep, sample, *args, **kwargs | ({} if is_flow else {"eta": self.eta}))
+        if not is_flow:  # DDIM looks its numbers up on the host, and would wait for the timestep each time
+            timestep, kwargs = torch.as_tensor(timestep).cpu(), kwargs | {"eta": self.eta}
+        result = stock(model_output, timestep, sample, *args, **kwargs)
         following = gaussian_sample(mean, std, self.generator) if is_flow else result[0]
         stored = following.to(sample.dtype).to(self.dtype or sample.dtype)  # autocast may have widened it
         self.following = following = stored.to(sample.dtype)

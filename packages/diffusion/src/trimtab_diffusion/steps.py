@@ -89,7 +89,7 @@ def ddim_gaussian(
         ValueError: prediction_type is unknown.
     """
     output, x = _at_least_float32(model_output), _at_least_float32(sample)
-    a, a_next = along(alpha.to(x.dtype), x), along(alpha_next.to(x.dtype), x)
+    a, a_next = both_along(alpha, alpha_next, x)
     if prediction_type == "epsilon":
         x0, epsilon = (x - (1 - a).sqrt() * output) / a.sqrt(), output
     elif prediction_type == "sample":
@@ -141,7 +141,7 @@ def flow_gaussian(
         Mean [B, ...] and standard deviation [B].
     """
     v, x = _at_least_float32(velocity), _at_least_float32(sample)
-    t, dt = along(sigma.to(x.dtype), x), along((sigma_next - sigma).to(x.dtype), x)
+    t, dt = both_along(sigma, sigma_next - sigma, x)
     s = eta * (t / (1 - torch.where(t >= 1, sigma_second, t))).sqrt()
     drift = v + s**2 / (2 * t) * (x + (1 - t) * v)
     return x + drift * dt, (s * (-dt).sqrt()).flatten()
@@ -169,6 +169,12 @@ def gaussian_sample(mean: Tensor, std: Tensor, generator: torch.Generator | None
 def along(values: Tensor, like: Tensor) -> Tensor:
     """Returns values [B] as [B, 1, ...], with the dimensions of `like` and on its device."""
     return values.to(like.device).view(-1, *[1] * (like.dim() - 1))
+
+
+def both_along(one: Tensor, other: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns two tensors [B] as `along` does, in the dtype of `like`, by one copy to its device."""
+    both = torch.stack([one, other]).to(like.dtype).to(like.device)
+    return along(both[0], like), along(both[1], like)
 
 
 @dataclass(frozen=True)

@@ -216,14 +216,15 @@ def sampled_pairs(
     def argument(leaf: Tensor | Fixed) -> object:
         if isinstance(leaf, Fixed):
             return send_to_device(leaf.value, device)
-        return leaf[rows, steps.clamp(max=leaf.shape[1] - 1)].transpose(0, 1).flatten(0, 1).to(device)
+        return leaf[i, t.clamp(max=leaf.shape[1] - 1)].transpose(0, 1).flatten(0, 1).to(device)
 
-    first, later = path.first[rows], path.latents[rows, (steps - 1).clamp(min=0)]
+    i, t = torch.stack([rows, steps]).to(path.latents.device)  # where all that was recorded is
+    first, later = path.first[i], path.latents[i, (t - 1).clamp(min=0)]
     return Pairs(
-        torch.where(along(steps == 0, first), first, later.to(first.dtype)).to(device),
+        torch.where(along(t == 0, first), first, later.to(first.dtype)).to(device),
         path.schedule.steps.timesteps[steps],
-        path.latents[rows, steps].to(first.dtype).to(device),
-        path.logprobs[rows, steps].to(device),
+        path.latents[i, t].to(first.dtype).to(device),
+        path.logprobs[i, t].to(device),
         tree_map(argument, path.conditions),
     )
 
