@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -18,7 +17,7 @@ from trimtab_common.formulas.kl import FixedKLController
 from trimtab_common.stats import Stats
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.rollout import RolloutBackend
-from trimtab_lm.tokens.layout import TokenGroup, lay_out
+from trimtab_lm.tokens.layout import TokenGroup, lay_out, on_device
 from trimtab_lm.tokens.logprobs import exact_kl
 from trimtab_lm.tokens.scores import score_logits
 
@@ -196,12 +195,12 @@ def score(
     for name, layouts in reader.readers.items():
         layout = layouts.apart if len(groups) == len(queries) else layouts.shared
         columns = lay_out(pieces, layout, pad_token_id=filler, decoder_start_token_id=start, is_lean=True)
-        tokens[name] = send_to_device(columns, device)
+        tokens[name] = on_device(columns, device)
     outputs = run(**tokens, **options)
 
     order = [row for rows, _, _ in groups.values() for row in rows]
     places = np.arange(counts.size).reshape(counts.shape)[order][counts[order] > 0]
-    index, mask = torch.from_numpy(places).to(device), torch.from_numpy(counts).to(device)
+    index, mask = on_device({"index": torch.from_numpy(places), "mask": torch.from_numpy(counts)}, device).values()
     spread = list[Any]()
     for flat in outputs:
         whole = None if flat is None else flat.new_zeros(mask.numel(), *flat.shape[1:]).index_copy(0, index, flat)
