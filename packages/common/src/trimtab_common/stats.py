@@ -277,7 +277,8 @@ def gather_stats(stats: Mapping[str, object]) -> Stats:
     Returns:
         Numbers and 1-D tensors, equal on all processes.
     """
-    merged = merge_stats(gather_over_ranks(on_host(merge_stats([stats]))))
+    own = merge_stats([stats])
+    merged = merge_stats(gather_over_ranks(on_host(own) if torch.accelerator.is_available() else own))
     for key, value in merged.items():
         if isinstance(value, Summary):
             merged[key] = value.value

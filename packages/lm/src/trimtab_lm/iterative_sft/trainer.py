@@ -33,7 +33,8 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         args: the config; None for the defaults.
         data_collator: from rows of `input_ids`, `attention_mask` and `labels` to a batch, instead of the padding-free
             one.
-        eval_dataset, train_dataset: rows of `input_ids` (and `labels`), of `text`, or of `prompt` and `completion`.
+        eval_dataset: rows of `input_ids` (and `labels`), of `text`, or of `prompt` and `completion`.
+        train_dataset: such rows too.
         processing_class: the tokenizer; by default the one saved with the model.
         peft_config: adapters to add.
     """
@@ -133,7 +134,8 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             resume_from_checkpoint: a checkpoint's folder, or True for the last one in output_dir. A checkpoint that was
                 saved in the middle of a call of `step` needs that call again, with the same rows: its updates that were
                 done are left out.
-            trial, ignore_keys_for_eval: as in transformers.
+            trial: as in transformers.
+            ignore_keys_for_eval: as in transformers.
             kwargs: none; the documented signature has them.
 
         Raises:
