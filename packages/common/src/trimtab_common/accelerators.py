@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -95,3 +95,12 @@ def create_accelerator(
             "configuration, or FullyShardedDataParallelPlugin(fsdp_version=2)."
         )
     return accelerator
+
+
+def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors on a device: in one copy, if they have one dtype and are all on one other device."""
+    if len({(tensor.device, tensor.dtype) for tensor in tensors}) > 1 or tensors[0].device == device:
+        return [tensor.to(device) for tensor in tensors]
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).to(device)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]

@@ -11,6 +11,8 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
+from trimtab_common.accelerators import moved
+
 
 class Scheduler(Protocol):
     """A diffusers scheduler. DDIM has alphas, flow matching has sigmas."""
@@ -173,8 +175,8 @@ def along(values: Tensor, like: Tensor) -> Tensor:
 
 def both_along(one: Tensor, other: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Returns two tensors [B] as `along` does, in the dtype of `like`, by one copy to its device."""
-    both = torch.stack([one, other]).to(like.dtype).to(like.device)
-    return along(both[0], like), along(both[1], like)
+    one, other = moved([one.to(like.dtype), other.to(like.dtype)], like.device)
+    return along(one, like), along(other, like)
 
 
 @dataclass(frozen=True)

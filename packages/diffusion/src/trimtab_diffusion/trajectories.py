@@ -11,6 +11,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from trimtab_common.accelerators import moved
 from trimtab_diffusion.compat.trees import tree_leaves, tree_map
 from trimtab_diffusion.steps import Steps, along
 
@@ -218,7 +219,7 @@ def sampled_pairs(
             return send_to_device(leaf.value, device)
         return leaf[i, t.clamp(max=leaf.shape[1] - 1)].transpose(0, 1).flatten(0, 1).to(device)
 
-    i, t = torch.stack([rows, steps]).to(path.latents.device)  # where all that was recorded is
+    i, t = moved([rows, steps], path.latents.device)  # where all that was recorded is
     first, later = path.first[i], path.latents[i, (t - 1).clamp(min=0)]
     return Pairs(
         torch.where(along(t == 0, first), first, later.to(first.dtype)).to(device),

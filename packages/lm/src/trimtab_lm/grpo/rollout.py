@@ -22,7 +22,7 @@ from trimtab_lm.interface import base_of
 from trimtab_lm.rewards.functions import Rewards, RewardSet, Scored, Tokenizers, as_completions
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import response_texts
-from trimtab_lm.sampling.rollout import Rollout, RolloutBackend, roll_out
+from trimtab_lm.sampling.rollout import Rollout, RolloutBackend, roll_out, takes_rows
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.layout import TokenGroup
 from trimtab_lm.tokens.positions import Positions
@@ -285,7 +285,7 @@ def reward_set_of(
         tokenizers: the tokenizers of reward models.
         backend: samples the completions.
     """
-    if getattr(backend, "takes_rows", False):
+    if takes_rows(backend):
         from trimtab_lm.environments.rollout import environment
 
         functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from trimtab_common.accelerators import moved
 from trimtab_common.conditions import OTHER_REFERENCE, OTHER_SAMPLER
 from trimtab_common.health import check_rows, warn_at_start
 from trimtab_common.reward_checks import checked_scores
 from trimtab_common.stats import total_over_ranks
 from trimtab_lm.compat.generation import cache_found, cache_names
 from trimtab_lm.sampling.generate import pad
-from trimtab_lm.sampling.rollout import SAMPLING_ALONE, RolloutBackend
+from trimtab_lm.sampling.rollout import SAMPLING_ALONE, RolloutBackend, takes_rows
 from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
 
 from .experience import Experience
@@ -115,13 +116,6 @@ def check_step(
     return rollout, given
 
 
-def moved(rows: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Rows [T] on a device, in one copy if they come from another."""
-    if len({(row.device, row.dtype) for row in rows}) > 1 or rows[0].device == device:
-        return [row.to(device) for row in rows]
-    return list(torch.cat(list(rows)).to(device).split(list(map(len, rows))))
-
-
 def check_fits(sampler_logprobs: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
     """Raises ValueError unless there is a finite log-probability for each token of each response."""
     shapes, needed = [tuple(row.shape) for row in sampler_logprobs], [tuple(row.shape) for row in responses]
@@ -202,16 +196,11 @@ def check_generate(
             f"The rollout samples by its own settings, from the policy alone: leave {sorted(generation_kwargs)}, "
             "length_sampler and generate_ref_response out."
         )
-    if samples_conversations(rollout):
+    if takes_rows(rollout):
         raise ValueError(
             "generate returns responses without their masks: the environment's tokens would be trained on. Call train, "
             "or EnvironmentRollout.generate and step(..., response_masks, response_rewards=...)."
         )
-
-
-def samples_conversations(rollout: RolloutBackend | None) -> bool:
-    """Whether an environment answers the policy and rewards it."""
-    return bool(getattr(rollout, "takes_rows", False))
 
 
 def check_logged(batch: Mapping[str, Sequence[Any]], rewards: Sequence[Any], columns: Sequence[str]) -> None:

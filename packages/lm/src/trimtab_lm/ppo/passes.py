@@ -6,18 +6,18 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad as fill
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_common.accelerators import WeighingAccelerator
+from trimtab_common.accelerators import WeighingAccelerator, moved
 from trimtab_common.formulas.kl import FixedKLController
 from trimtab_common.stats import Stats
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
+from trimtab_lm.sampling.generate import pad
 from trimtab_lm.sampling.rollout import RolloutBackend
-from trimtab_lm.tokens.layout import TokenGroup, lay_out, on_device
+from trimtab_lm.tokens.layout import TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import exact_kl
 from trimtab_lm.tokens.scores import score_logits
 
@@ -149,7 +149,7 @@ def forward_in_parts(
             whole.append(None)
             continue
         width = max(value.shape[1] for value in values)
-        filled = [pad(value, (0, 0) * (value.dim() - 2) + (0, width - value.shape[1])) for value in values]
+        filled = [fill(value, (0, 0) * (value.dim() - 2) + (0, width - value.shape[1])) for value in values]
         whole.append(torch.cat(filled)[back.to(filled[0].device)])
     return Scores(*whole)
 
@@ -195,12 +195,12 @@ def score(
     for name, layouts in reader.readers.items():
         layout = layouts.apart if len(groups) == len(queries) else layouts.shared
         columns = lay_out(pieces, layout, pad_token_id=filler, decoder_start_token_id=start, is_lean=True)
-        tokens[name] = on_device(columns, device)
+        tokens[name] = dict(zip(columns, moved([*columns.values()], device), strict=True))
     outputs = run(**tokens, **options)
 
     order = [row for rows, _, _ in groups.values() for row in rows]
     places = np.arange(counts.size).reshape(counts.shape)[order][counts[order] > 0]
-    index, mask = on_device({"index": torch.from_numpy(places), "mask": torch.from_numpy(counts)}, device).values()
+    index, mask = moved([torch.from_numpy(places), torch.from_numpy(counts)], device)
     spread = list[Any]()
     for flat in outputs:
         whole = None if flat is None else flat.new_zeros(mask.numel(), *flat.shape[1:]).index_copy(0, index, flat)
@@ -231,8 +231,7 @@ def padded_inputs(queries: Sequence[Tensor], responses: Sequence[Tensor], paddin
         read = {"": list(queries), "decoder_": starts}
     inputs = dict[str, Tensor]()
     for name, rows in read.items():
-        inputs[f"{name}input_ids"] = pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
-        inputs[f"{name}attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        inputs[f"{name}input_ids"], inputs[f"{name}attention_mask"] = pad(rows, pad_token_id)
     return inputs
 
 

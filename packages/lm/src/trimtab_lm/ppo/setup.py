@@ -33,10 +33,9 @@ from trimtab_lm.models.value_head import (
     PreTrainedModelWrapper,
 )
 from trimtab_lm.rewards.functions import RewardSet, rewards_of
-from trimtab_lm.sampling.rollout import RolloutBackend
+from trimtab_lm.sampling.rollout import RolloutBackend, takes_rows
 from trimtab_lm.tokens.router import refuse_router_loss
 
-from .checks import samples_conversations
 from .config import PPOConfig
 from .passes import Trainer
 from .policy import ActorCritic
@@ -300,7 +299,7 @@ def rewards_of_run(trainer: Trainer, reward: Any, weights: Sequence[float] | Non
         weights: one per reward; None: 1.
     """
     reward = trainer.config.reward_model if reward is None else reward
-    if reward is None and not samples_conversations(trainer.rollout):
+    if reward is None and not takes_rows(trainer.rollout):
         raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
     given, timeout = nothing if reward is None else reward, trainer.config.reward_timeout
     return rewards_of(given, weights, tokenizer=trainer.tokenizer, device=trainer.current_device, timeout=timeout)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig
 
 from trimtab_common.sharding import whole_weights
@@ -91,14 +92,10 @@ def response_texts(
 
 def pad(rows: Sequence[Tensor], value: int, *, side: str = "right") -> tuple[Tensor, Tensor]:
     """Rows [T_i] as one tensor [B, max T] and its mask, padded on a side. The mask tells padding, not the value."""
-    width = max(map(len, rows))
-    padded = rows[0].new_full((len(rows), width), value)
-    mask = torch.zeros_like(padded, dtype=torch.long)
-    for i, row in enumerate(rows):
-        span = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
-        padded[i, span] = row
-        mask[i, span] = 1
-    return padded, mask
+    rows = [row.to(rows[0]) for row in rows]
+    counts = [torch.ones_like(row, dtype=torch.long) for row in rows]
+    padded = pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
+    return padded, pad_sequence(counts, batch_first=True, padding_side=side)
 
 
 def batches_of(

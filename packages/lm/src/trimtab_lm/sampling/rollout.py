@@ -104,6 +104,11 @@ class RolloutBackend(Protocol):
         ...
 
 
+def takes_rows(backend: RolloutBackend | None) -> bool:
+    """Whether an environment answers the policy and rewards it; see `RolloutBackend`."""
+    return bool(getattr(backend, "takes_rows", False))
+
+
 def roll_out(
     backend: RolloutBackend,
     prompts: Sequence[Tensor],
@@ -114,7 +119,7 @@ def roll_out(
     seed: int,
 ) -> Rollout:
     """Completions from any backend; environments get the rows of their prompts."""
-    options: dict[str, Any] = {"rows": rows} if getattr(backend, "takes_rows", False) else {}
+    options: dict[str, Any] = {"rows": rows} if takes_rows(backend) else {}
     return backend.generate(prompts, num_generations=num_generations, version=version, seed=seed, **options)
 
 

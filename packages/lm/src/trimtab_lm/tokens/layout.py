@@ -67,15 +67,6 @@ class TokenGroup:
         return cls(first[:shared], [ids[shared:] for ids in sequences], [row[shared:] for row in counts])
 
 
-def on_device(columns: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Columns of one dtype, such as those of `lay_out`, on a device: all in one copy, if they come from the host."""
-    if device.type == "cpu":
-        return dict(columns)
-    flat = torch.cat([column.flatten() for column in columns.values()]).to(device)
-    parts = flat.split([column.numel() for column in columns.values()])
-    return {name: part.view(columns[name].shape) for name, part in zip(columns, parts, strict=True)}
-
-
 def best_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
     """Bins items into rows by best-fit decreasing: each item goes to the fullest row with enough room.
 
