@@ -526,7 +526,7 @@ def test_nothing_is_said_where_nothing_is_cut_and_a_dataset_that_loses_every_row
         dataset = prepare_dataset(Dataset.from_dict(ROWS), encoded_rows(None))
         assert report_truncation(dataset, limit="max_length=None").column_names == ["input_ids", "completion_mask"]
     dataset = prepare_dataset(Dataset.from_dict(ROWS), encoded_rows(1))
-    with pytest.raises(ValueError, match="max_length=1 cuts all tokens"):
+    with pytest.raises(ValueError, match="max_length=1 leaves no token to learn from"):
         report_truncation(dataset, limit="max_length=1")
 
 

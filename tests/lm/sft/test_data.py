@@ -114,7 +114,7 @@ def test_rows_whose_completion_is_cut_away_are_dropped():
         ({"input_ids": [[5, 6]], "labels": [[-100, -100]]}, {}, "Row 0: None of its tokens counts"),
         ({"text": ["a"]}, {"assistant_only_loss": True}, "messages"),
         ({"text": ["a"]}, {"completion_only_loss": True}, "prompt and completion"),
-        ({"prompt": ["abc"], "completion": ["d"]}, {"max_length": 2}, "all tokens that count from all 1 rows"),
+        ({"prompt": ["abc"], "completion": ["d"]}, {"max_length": 2}, "no token to learn from in any of 1 rows"),
     ],
 )
 def test_rows_with_nothing_to_learn_are_refused(columns, settings, message: str):

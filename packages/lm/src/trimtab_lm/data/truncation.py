@@ -163,8 +163,8 @@ def report_truncation(dataset: Data, *, limit: str) -> Data:
     cuts, emptied = list(dataset[TOKENS_CUT]), list(dataset[IS_EMPTIED])
     if cuts and all(emptied):
         raise ValueError(
-            f"{limit} cuts all tokens that count from all {len(cuts):,} rows. Raise the limit, shorten the prompts, "
-            "or use truncation_mode='keep_end'."
+            f"{limit} leaves no token to learn from in any of {len(cuts):,} rows. Raise the limit, shorten the "
+            "prompts, or use truncation_mode='keep_end'."
         )
     if any(cuts):
         cut = f"{limit}: cut {sum(cuts):,} tokens from {sum(one > 0 for one in cuts):,} of {len(cuts):,} rows"

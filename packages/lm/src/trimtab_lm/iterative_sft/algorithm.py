@@ -48,7 +48,7 @@ def update(batches: Sequence[Batch], optimizer: Optimizer, *, count: Tensor) -> 
     Args:
         batches: this process's batches.
         optimizer: differentiates `loss` and takes the step.
-        count: the tokens that count, over all batches and processes.
+        count: how many tokens of all batches and processes have a label.
 
     Returns:
         `grad_norm`, `learning_rate` and `num_tokens`.
@@ -65,7 +65,7 @@ def loss(model: nn.Module, batch: Batch, *, policy: Model, count: Tensor) -> tup
         model: as it is wrapped.
         batch: model inputs and `labels` [B, T], -100 where a token does not count.
         policy: the same model, not wrapped.
-        count: the tokens that count, over all batches and processes.
+        count: how many tokens of all batches and processes have a label.
     """
     scores = score_labels(model, batch, policy=policy)
     return token_nll(scores, count=count), scores
