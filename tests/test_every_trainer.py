@@ -1,6 +1,7 @@
 """Every trainer takes a step, saves, resumes and takes another; this also runs with the lowest accepted versions."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,10 @@ def trained_weights(before: dict[str, torch.Tensor], model: torch.nn.Module) -> 
     return tiny.weights(model)
 
 
-def train_on_transformers(build: Callable[[str], Any], folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
+def train_on_transformers(
+    build: Callable[[str], Any], folder: Path, *, interrupt: bool
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Returns the trainer and its weights after two steps; `interrupt`: a second trainer resumes after the first."""
     if interrupt:
         first = build(str(folder))
         first.add_callback(StopAfterFirstStep())
@@ -96,37 +100,33 @@ def train_on_transformers(build: Callable[[str], Any], folder: Path, *, interrup
     before = tiny.weights(trainer.model)
     trainer.train(resume_from_checkpoint=interrupt or None)
     assert trainer.state.global_step == 2
-    return trained_weights(before, trainer.model)
+    return trainer, trained_weights(before, trainer.model)
 
 
-def train_iterative_sft(folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
-    def build() -> IterativeSFTTrainer:
-        args = IterativeSFTConfig(str(folder), **SETTINGS)
-        return IterativeSFTTrainer(tiny.gpt2(), args, processing_class=tiny.tokenizer())
+def train_by_calls(
+    build: Callable[[str], Any], folder: Path, *, interrupt: bool, labels: bool = False
+) -> dict[str, torch.Tensor]:
+    """The same of IterativeSFT, a step for each call."""
 
-    trainer = build()
+    def step(words: list[str]) -> None:
+        trainer.step(texts=words, **{"texts_labels": [f" is {word}" for word in words]} if labels else {})
+
+    trainer = build(str(folder))
     before = tiny.weights(trainer.model)
-    trainer.step(texts=WORDS[:4])
+    step(WORDS[:4])
     if interrupt:
-        trainer = build()
+        trainer = build(str(folder))
         trainer.train(resume_from_checkpoint=True)
-    trainer.step(texts=WORDS[4:])
+    step(WORDS[4:])
     assert trainer.state.global_step == 2
     return trained_weights(before, trainer.model)
 
 
-def train_ppo(folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
+def train_by_ppo(build: Callable[[], PPOTrainer], *, interrupt: bool) -> dict[str, torch.Tensor]:
+    """The same of PPO."""
+
     def train(steps: int) -> dict[str, torch.Tensor]:
-        config = PPOConfig(
-            steps=2,
-            save_steps=1,
-            batch_size=4,
-            mini_batch_size=2,
-            learning_rate=1e-2,
-            output_dir=str(folder),
-        )
-        prompts = Dataset.from_dict({"query": WORDS})
-        trainer = PPOTrainer(config, tiny.policy(), tokenizer=tiny.tokenizer(), dataset=prompts)
+        trainer = build()
         before = tiny.weights(trainer.actor_critic)
         trainer.train(
             lambda queries, responses, **_: length(responses),
@@ -139,6 +139,24 @@ def train_ppo(folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
     if interrupt:
         train(steps=1)
     return train(steps=2)
+
+
+def iterative_sft(folder: str) -> IterativeSFTTrainer:
+    args = IterativeSFTConfig(folder, **SETTINGS)
+    return IterativeSFTTrainer(tiny.gpt2(), args, processing_class=tiny.tokenizer())
+
+
+def ppo(folder: Path) -> PPOTrainer:
+    config = PPOConfig(
+        steps=2,
+        save_steps=1,
+        batch_size=4,
+        mini_batch_size=2,
+        learning_rate=1e-2,
+        output_dir=str(folder),
+    )
+    prompts = Dataset.from_dict({"query": WORDS})
+    return PPOTrainer(config, tiny.policy(), tokenizer=tiny.tokenizer(), dataset=prompts)
 
 
 def train_ddpo(folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
@@ -171,11 +189,13 @@ def train_ddpo(folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
 
 
 TRAINERS: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
-    "ppo": train_ppo,
-    "iterative_sft": train_iterative_sft,
+    "ppo": lambda folder, interrupt: train_by_ppo(partial(ppo, folder), interrupt=interrupt),
+    "iterative_sft": partial(train_by_calls, iterative_sft),
     "ddpo": train_ddpo,
     **{
-        build.__name__: lambda folder, interrupt, build=build: train_on_transformers(build, folder, interrupt=interrupt)
+        build.__name__: lambda folder, interrupt, build=build: train_on_transformers(
+            build, folder, interrupt=interrupt
+        )[1]
         for build in (sft, reward, dpo, grpo)
     },
 }

@@ -17,18 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
+from tests.accelerator.runs import forget_accelerator
 from tests.accelerator.test_pipelines import trainer as ddpo_trainer
 from tests.lm import tiny
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-)
+from tests.test_every_trainer import length
+from tools.bench.models import EOS, SPECIAL, text, tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, TrainerCallback
 
 from trimtab_lm import (
     DPOConfig,
@@ -52,8 +47,7 @@ RECORD = "PYTHONPATH=tests/pretend python -m tests.accelerator.budgets --record"
 MORE = {"operators": 1.03, "waits": 1.0, "copies": 1.0, "bytes": 1.03}
 LESS = 0.9  # below this part of its budget a figure is better than the table says
 ROWS, LENGTH, NEW = 8, 64, 16  # rows of a step, tokens of a row, tokens of a completion
-SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
-WORDS = [*SPECIAL, *(f"w{i}" for i in range(2000 - len(SPECIAL)))]
+VOCABULARY = 2000
 
 
 class Need(NamedTuple):
@@ -88,44 +82,34 @@ class Meter:
 # Small inputs -------------------------------------------------------------------------------------------------------
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    pad, start, end, unknown = SPECIAL
-    names = {"pad_token": pad, "bos_token": start, "eos_token": end, "unk_token": unknown}
-    return PreTrainedTokenizerFast(tokenizer_object=core, **names)
-
-
 def llama(kind: Any = LlamaForCausalLM, **settings: Any) -> Any:
     """A model that never samples its end token, so that all completions are of the same length."""
     config = LlamaConfig(
-        vocab_size=len(WORDS),
+        vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=256,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+        **SPECIAL,
         **settings,
     )
     model = tiny.seeded(kind, config)
     if kind is LlamaForCausalLM:
         with torch.no_grad():
             model.model.embed_tokens.weight[:, 0] = 1.0
-            model.lm_head.weight[2] = 0.0
-            model.lm_head.weight[2, 0] = -20.0
+            model.lm_head.weight[EOS] = 0.0
+            model.lm_head.weight[EOS, 0] = -20.0
     return model
 
 
-def text(words: int, seed: int) -> str:
-    numbers = torch.randint(len(SPECIAL), len(WORDS), (words,), generator=torch.Generator().manual_seed(seed))
-    return " ".join(WORDS[i] for i in numbers.tolist())
+def prompt(words: int, seed: int) -> str:
+    """Returns a text of so many tokens."""
+    return text(torch.randint(3, VOCABULARY, (words,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
 def texts(count: int, words: int, seed: int) -> list[str]:
-    return [text(words, 1000 * seed + i) for i in range(count)]
+    return [prompt(words, 1000 * seed + i) for i in range(count)]
 
 
 def pairs() -> Dataset:
@@ -159,12 +143,16 @@ def arguments(folder: Path, rows: int = ROWS) -> dict[str, Any]:
 def sft(folder: Path, meter: Meter) -> None:
     rows = Dataset.from_dict({"text": texts(3 * ROWS, LENGTH, 0)})
     args = SFTConfig(**arguments(folder), max_length=LENGTH)
-    trainer = SFTTrainer(llama(), args, train_dataset=rows, processing_class=tokenizer(), callbacks=[SecondStep(meter)])
+    trainer = SFTTrainer(
+        llama(), args, train_dataset=rows, processing_class=tokenizer(VOCABULARY), callbacks=[SecondStep(meter)]
+    )
     trainer.train()
 
 
 def iterative_sft(folder: Path, meter: Meter) -> None:
-    trainer = IterativeSFTTrainer(llama(), IterativeSFTConfig(**arguments(folder)), processing_class=tokenizer())
+    trainer = IterativeSFTTrainer(
+        llama(), IterativeSFTConfig(**arguments(folder)), processing_class=tokenizer(VOCABULARY)
+    )
     trainer.step(texts=texts(ROWS, LENGTH, 0))
     meter.begin()
     trainer.step(texts=texts(ROWS, LENGTH, 1))
@@ -173,33 +161,31 @@ def iterative_sft(folder: Path, meter: Meter) -> None:
 
 def dpo(folder: Path, meter: Meter) -> None:
     args = DPOConfig(**arguments(folder, ROWS // 2))
-    options: dict[str, Any] = {"train_dataset": pairs(), "processing_class": tokenizer()}
+    options: dict[str, Any] = {"train_dataset": pairs(), "processing_class": tokenizer(VOCABULARY)}
     DPOTrainer(llama(), args=args, callbacks=[SecondStep(meter)], **options).train()
 
 
 def reward(folder: Path, meter: Meter) -> None:
     args = RewardConfig(**arguments(folder, ROWS // 2))
-    options: dict[str, Any] = {"train_dataset": pairs(), "processing_class": tokenizer()}
+    options: dict[str, Any] = {"train_dataset": pairs(), "processing_class": tokenizer(VOCABULARY)}
     scorer = llama(LlamaForSequenceClassification, num_labels=1)
     RewardTrainer(scorer, args, callbacks=[SecondStep(meter)], **options).train()
-
-
-def length(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(completion)) for completion in completions]
 
 
 def grpo(folder: Path, meter: Meter) -> None:
     sizes = {"num_generations": 4, "max_completion_length": NEW}
     prompts = Dataset.from_dict({"prompt": texts(3 * ROWS, LENGTH - NEW, 0)})
     args = GRPOConfig(**arguments(folder, ROWS // 4), **sizes)
-    options: dict[str, Any] = {"train_dataset": prompts, "processing_class": tokenizer()}
+    options: dict[str, Any] = {"train_dataset": prompts, "processing_class": tokenizer(VOCABULARY)}
     GRPOTrainer(llama(), reward_funcs=length, args=args, callbacks=[SecondStep(meter)], **options).train()
 
 
 def ppo_trainer(folder: Path) -> tuple[PPOTrainer, list[torch.Tensor]]:
     config = PPOConfig(output_dir=str(folder), steps=3, batch_size=ROWS, mini_batch_size=ROWS // 2, ppo_epochs=2)
-    trainer = PPOTrainer(config, tiny.with_value_head(llama()), tokenizer=tokenizer())
-    prompts = [tokenizer()(prompt, return_tensors="pt").input_ids[0] for prompt in texts(ROWS, LENGTH - NEW, 0)]
+    trainer = PPOTrainer(config, tiny.with_value_head(llama()), tokenizer=tokenizer(VOCABULARY))
+    prompts = [
+        tokenizer(VOCABULARY)(prompt, return_tensors="pt").input_ids[0] for prompt in texts(ROWS, LENGTH - NEW, 0)
+    ]
     return trainer, [prompt.to(trainer.accelerator.device) for prompt in prompts]
 
 
@@ -228,9 +214,11 @@ def ppo_sampling(folder: Path, meter: Meter, tokens: int = NEW) -> None:
 
 
 def grpo_sampling(folder: Path, meter: Meter, tokens: int = NEW) -> None:
-    sampler = TransformersRollout(SamplingSettings(max_completion_length=tokens), tokenizer())
+    sampler = TransformersRollout(SamplingSettings(max_completion_length=tokens), tokenizer(VOCABULARY))
     model = llama().to("musa")
-    prompts = [tokenizer()(prompt, return_tensors="pt").input_ids[0] for prompt in texts(ROWS // 4, LENGTH - NEW, 0)]
+    prompts = [
+        tokenizer(VOCABULARY)(prompt, return_tensors="pt").input_ids[0] for prompt in texts(ROWS // 4, LENGTH - NEW, 0)
+    ]
     for version in range(2):
         if version == 1:
             meter.begin()
@@ -277,8 +265,7 @@ def measure(name: str) -> Need:
 
 
 def measure_row(row: Callable[..., None], **options: int) -> Need:
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    forget_accelerator()
     with tempfile.TemporaryDirectory() as folder, quiet(), collected():
         meter = Meter()
         torch.manual_seed(0)
@@ -328,7 +315,8 @@ def line(name: str, figures: dict[str, float]) -> str:
 
 
 def read() -> dict[str, dict[str, float]]:
-    return json.loads(TABLE.read_text())  # type: ignore[no-any-return]
+    table: dict[str, dict[str, float]] = json.loads(TABLE.read_text())
+    return table
 
 
 def text_of(table: dict[str, dict[str, float]]) -> str:

@@ -3,7 +3,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from tests.accelerator.runs import forget_accelerator
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,7 +18,5 @@ def device() -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator() -> Iterator[None]:
-    """accelerate keeps one precision for a process; each test has its own."""
     yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    forget_accelerator()

@@ -1,14 +1,16 @@
 """Two steps of each trainer of language models on an accelerator, straight or through a checkpoint."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from peft import LoraConfig
 from tests.lm import tiny
-from transformers import TrainerCallback
+from tests.test_every_trainer import PREFERENCES, WORDS, length, train_by_calls, train_by_ppo, train_on_transformers
 
 from trimtab_lm import (
     DPOConfig,
@@ -25,11 +27,7 @@ from trimtab_lm import (
     SFTTrainer,
 )
 
-WORDS = ["the cat", "a dog", "an owl", "two ants", "hello", "go on", "nine", "x y z"]
 COMPLETIONS = Dataset.from_dict({"prompt": WORDS, "completion": [f" is {word}" for word in WORDS]})
-PREFERENCES = Dataset.from_dict(
-    {"prompt": WORDS, "chosen": [" is good" for _ in WORDS], "rejected": [f" is bad {word}" for word in WORDS]}
-)
 SETTINGS: dict[str, Any] = {
     "max_steps": 2,
     "save_steps": 1,
@@ -77,10 +75,6 @@ def cases() -> Iterator[Case]:
                     yield from (Case(trainer, architecture, tuning, precision) for precision in PRECISIONS)
 
 
-def length(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(text)) for text in completions]
-
-
 # Trainers over transformers.Trainer
 
 
@@ -121,42 +115,6 @@ def grpo(case: Case, folder: Path, rewards: Any, rollout: Any = None, **settings
     )
 
 
-class StopAfterFirstStep(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = True
-
-
-def train_trainer(case: Case, folder: Path, *, interrupt: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    if interrupt:
-        first = build(case, folder)
-        first.add_callback(StopAfterFirstStep())
-        first.train()
-        assert first.state.global_step == 1
-    trainer = build(case, folder)
-    before = tiny.weights(trainer.model)
-    trainer.train(resume_from_checkpoint=interrupt or None)
-    assert trainer.state.global_step == 2
-    assert trainer.args.device.type == "musa"
-    assert any("eval_loss" in row for row in trainer.state.log_history)
-    return before, tiny.weights(trainer.model)
-
-
-def train_iterative_sft(case: Case, folder: Path, *, interrupt: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    def step(trainer: Any, words: list[str]) -> None:
-        targets = {"texts_labels": [f" is {word}" for word in words]} if case.architecture != "causal" else {}
-        trainer.step(texts=words, **targets)
-
-    trainer = build(case, folder)
-    before = tiny.weights(trainer.model)
-    step(trainer, WORDS[:4])
-    if interrupt:
-        trainer = build(case, folder)
-        trainer.train(resume_from_checkpoint=True)
-    step(trainer, WORDS[4:])
-    assert trainer.state.global_step == 2
-    return before, tiny.weights(trainer.model)
-
-
 # PPO
 
 
@@ -174,30 +132,28 @@ def ppo(case: Case, folder: Path, kind: type[PPOTrainer] = PPOTrainer, rollout: 
     return kind(settings, model, rollout=rollout, **arguments)
 
 
-def train_ppo(case: Case, folder: Path, *, interrupt: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    def train(steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        trainer = ppo(case, folder)
+# Two steps
+
+
+def forget_accelerator() -> None:
+    """Lets the next trainer choose a precision of its own: accelerate keeps one for a process."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def train(case: Case, folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
+    """Returns the weights after two steps; `interrupt`: a second trainer resumes after the first step."""
+
+    def on_device(make: Callable[..., Any], *args: Any) -> Any:
+        trainer = make(case, *args)
         assert trainer.accelerator.device.type == "musa"
-        before = tiny.weights(trainer.actor_critic)
-        trainer.train(
-            lambda queries, responses, **_: length(responses),
-            generation_kwargs={"max_new_tokens": 6},
-            steps=steps,
-            resume_from="latest",
-        )
-        return before, tiny.weights(trainer.actor_critic)
+        return trainer
 
-    if interrupt:
-        train(steps=1)
-    return train(steps=2)
-
-
-TRAIN: dict[str, Callable[..., tuple[dict[str, Any], dict[str, Any]]]] = {
-    "ppo": train_ppo,
-    "iterative_sft": train_iterative_sft,
-}
-
-
-def train(case: Case, folder: Path, *, interrupt: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the weights before and after two steps; `interrupt`: a second trainer resumes after the first step."""
-    return TRAIN.get(case.trainer, train_trainer)(case, folder, interrupt=interrupt)
+    if case.trainer == "ppo":
+        return train_by_ppo(partial(on_device, ppo, folder), interrupt=interrupt)
+    made = partial(on_device, build)
+    if case.trainer == "iterative_sft":
+        return train_by_calls(made, folder, interrupt=interrupt, labels=case.architecture != "causal")
+    trainer, weights = train_on_transformers(made, folder, interrupt=interrupt)
+    assert any("eval_loss" in row for row in trainer.state.log_history)
+    return weights

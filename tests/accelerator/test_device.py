@@ -289,7 +289,7 @@ except RuntimeError as error:
 
 
 def test_without_a_compiler_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(build, "library", lambda: tmp_path / "pretend.so")
+    monkeypatch.setattr(build, "compiled", lambda: tmp_path / "pretend.so")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemExit, match="install g\\+\\+"):
         build.build()
@@ -298,18 +298,18 @@ def test_without_a_compiler_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_library_that_is_not_there_names_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: ModuleType
 ):
-    monkeypatch.setattr(build, "library", lambda: tmp_path / "pretend.so")
+    monkeypatch.setattr(build, "compiled", lambda: tmp_path / "pretend.so")
     assert device.__spec__ is not None
     fresh = importlib.util.module_from_spec(device.__spec__)
     with pytest.raises(ImportError, match="make test-accelerator"):
-        assert device.__spec__.loader.exec_module(fresh)  # type: ignore[union-attr]
+        device.__spec__.loader.exec_module(fresh)  # type: ignore[union-attr]
 
 
 def test_the_library_is_compiled_again_for_another_source_or_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    before = build.library()
+    before = build.compiled()
     monkeypatch.setattr(torch, "__version__", "99.0")
-    other_torch = build.library()
+    other_torch = build.compiled()
     monkeypatch.undo()
     (tmp_path / "pretend.cpp").write_text(build.SOURCE.read_text() + "// changed\n")
     monkeypatch.setattr(build, "SOURCE", tmp_path / "pretend.cpp")
-    assert len({before, other_torch, build.library()}) == 3
+    assert len({before, other_torch, build.compiled()}) == 3

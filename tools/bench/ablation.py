@@ -122,7 +122,9 @@ def trainer_step(
             arguments["ref_model"] = load(LlamaForCausalLM, folder, "reference", size)
             clock.watch(arguments["ref_model"])
         trainer = getattr(trimtab_lm, f"{algorithm}Trainer")
-        return trainer(args=args, model=policy, callbacks=[turns], processing_class=tokenizer(size), **arguments)
+        return trainer(
+            args=args, model=policy, callbacks=[turns], processing_class=tokenizer(size.vocab_size), **arguments
+        )
 
     return lambda: turns.step(make)
 

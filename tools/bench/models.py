@@ -97,10 +97,10 @@ def load(kind: Any, folder: str, name: str, size: Size) -> Any:
     return kind.from_pretrained(f"{folder}/{name}").to(size.device)
 
 
-def tokenizer(size: Size) -> PreTrainedTokenizerFast:
+def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token for each word `w<number>` that adds no special tokens."""
     special = {"<pad>": PAD, "<s>": BOS, "</s>": EOS}
-    words = special | {f"w{i}": i for i in range(len(special), int(size.llama["vocab_size"]))}
+    words = special | {f"w{i}": i for i in range(len(special), vocab_size)}
     core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>")

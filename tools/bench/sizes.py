@@ -71,6 +71,11 @@ class Size:
     matmul: int = 2048
     pair: int = 0
 
+    @property
+    def vocab_size(self) -> int:
+        """The language models' vocabulary, in tokens."""
+        return int(self.llama["vocab_size"])
+
 
 TINY = Size(
     steps=1,
@@ -111,5 +116,5 @@ def row_lengths(size: Size, count: int, *, seed: int) -> list[int]:
 def token_ids(size: Size, count: int, *, seed: int) -> list[list[int]]:
     """Returns rows of random token ids with those lengths; ids 0 to 2 are padding, BOS and EOS."""
     draw = random.Random(seed + 1)
-    vocabulary = int(size.llama["vocab_size"])
+    vocabulary = size.vocab_size
     return [[draw.randrange(3, vocabulary) for _ in range(length)] for length in row_lengths(size, count, seed=seed)]

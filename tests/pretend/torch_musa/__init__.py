@@ -21,11 +21,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tests.pretend.build import library
+from tests.pretend.build import compiled
 
-if not library().exists():
+if not compiled().exists():
     raise ImportError("The pretend accelerator is not compiled for this torch: run `make test-accelerator`.")
-torch.ops.load_library(library())
+torch.ops.load_library(compiled())
 _device = torch.ops.pretend
 
 

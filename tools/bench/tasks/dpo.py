@@ -32,6 +32,6 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
         model=policy,
         ref_model=reference,
         train_dataset=dataset(pairs),
-        processing_class=tokenizer(size),
+        processing_class=tokenizer(size.vocab_size),
         **arguments,
     )

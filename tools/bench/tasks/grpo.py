@@ -40,7 +40,7 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
         model=policy,
         reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": [text(prompt) for prompt in prompts]}),
-        processing_class=tokenizer(size),
+        processing_class=tokenizer(size.vocab_size),
     )
 
 

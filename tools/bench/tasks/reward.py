@@ -30,6 +30,6 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
         clock,
         model=model,
         train_dataset=dataset(pairs),
-        processing_class=tokenizer(size),
+        processing_class=tokenizer(size.vocab_size),
         **arguments,
     )

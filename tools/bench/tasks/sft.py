@@ -27,7 +27,7 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
         settings |= {"per_device_train_batch_size": documents, "gradient_accumulation_steps": EQUAL // documents}
     else:
         rows = pairs_of_full_rows(size) if is_packed else token_ids(size, size.rows * (size.steps + 1), seed=0)
-    words, clock = tokenizer(size), Clock(size.device)
+    words, clock = tokenizer(size.vocab_size), Clock(size.device)
     policy = load(LlamaForCausalLM, folder, "policy", size)
     clock.watch(policy)
     arguments: dict[str, Any] = {}
