@@ -22,7 +22,7 @@ class Settings(Extension):
 
 def _settings(cls: Class) -> Iterator[tuple[str, ExprCall]]:
     """Yields the fields of a class that are declared with `trimtab_common.config.setting`."""
-    for name, member in cls.members.items():
+    for name, member in cls.all_members.items():
         value = member.value if isinstance(member, Attribute) else None
         if isinstance(value, ExprCall) and value.canonical_path == "trimtab_common.config.setting":
             yield name, value

@@ -16,7 +16,7 @@ from tests.lm.data.test_tokenization import CHATML, byte_level
 from trimtab_common.health import check_finite, check_rows
 from trimtab_common.reward_checks import checked_scores
 from trimtab_diffusion import DDPOConfig
-from trimtab_diffusion.ddpo.sampling import rewards_of
+from trimtab_diffusion.training.sampling import rewards_of
 from trimtab_lm import PPOConfig
 from trimtab_lm.data.formats import RowFormat, preference_parts, row_format
 from trimtab_lm.data.tokenization import encode_messages, encode_prompt_completion, encode_text

@@ -12,8 +12,8 @@ from trimtab_common.config import CountFromZero, setting
 from trimtab_common.sealing import CheckpointError
 from trimtab_common.seeding import set_seed
 from trimtab_diffusion import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
-from trimtab_diffusion.ddpo.sampling import RewardFunction
 from trimtab_diffusion.prompts import Prompts
+from trimtab_diffusion.training.sampling import RewardFunction
 from trimtab_lm.data.prompts import open_dataset
 
 from .subcommands import errors_in_one_line, named, refuse_missing_path, settings, tracker

@@ -1,68 +1,28 @@
 """Configuration of DDPO."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from trimtab_common.config import (
-    Count,
-    CountFromZero,
-    Decay,
-    NotNegative,
-    Positive,
-    Share,
-    check_ranges,
-    flattened,
-    script_name,
-    setting,
-)
-from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
-from trimtab_common.time_limit import REWARD_TIMEOUT
-from trimtab_common.tracking import check_tracker_name
+from trimtab_common.config import Count, NotNegative, Positive, Share, setting
+from trimtab_diffusion.training import config as shared
 
 ESTIMATORS = ("is", "sf", "rwr", "rwr_sparse")
 STORAGE = (None, "float32", "float16", "bfloat16")
-PRECISIONS = ("no", "fp16", "bf16", None)
+WITHOUT_EFFECT = (*shared.WITHOUT_EFFECT, "max_workers", "async_reward_computation", "trajectory_on_cpu")
+"""Settings that change no result."""
+HELD = (*shared.HELD, "init_kl_coef")
+"""Settings whose values the optimizer and the KL controller bring along from a checkpoint."""
 
 
 @dataclass
-class DDPOConfig:
+class DDPOConfig(shared.PipelineConfig):
     """Settings of DDPO (Black et al. 2023, arXiv:2305.13301). Sizes count samples on one process.
 
     Raises:
         ValueError: a setting is out of its range, or does not go with another. The trainer checks once more.
     """
 
-    exp_name: str = setting("Name of the run in the tracker.", default_factory=script_name)
-    run_name: str | None = setting("Name of the run in the tracker, in place of exp_name.", default="")
-    seed: int = setting("Seed of prompts, samples and the order of training.", default=0)
-    log_with: str | None = setting(
-        "Tracker: aim, comet_ml, mlflow, tensorboard, wandb, clearml, dvclive, swanlab, trackio, none.", default=None
-    )
-    tracker_kwargs: dict[str, Any] = setting("Arguments of wandb.init or SummaryWriter.", default_factory=dict)
-    accelerator_kwargs: dict[str, Any] = setting("Arguments of accelerate.Accelerator.", default_factory=dict)
-    project_kwargs: dict[str, Any] = setting("Arguments of accelerate's ProjectConfiguration.", default_factory=dict)
-    tracker_project_name: str = setting("Project in the tracker.", default="trl")
-    logdir: str = setting("Folder of the tracker's files and of checkpoints.", default="logs")
-    num_epochs: Count = setting("Epochs of `train`: each samples images and learns from them.", default=100)
-    save_freq: Count = setting("`train` saves a checkpoint every so many epochs.", default=1)
-    num_checkpoint_limit: Count = setting("Checkpoints kept; older ones are removed.", default=5)
-    mixed_precision: str | None = setting("fp16, bf16, no; None: what accelerate launch says.", default="fp16")
-    allow_tf32: bool = setting("Let a GPU multiply float32 matrices in TF32.", default=True)
-    resume_from: str | None = setting("Checkpoint to resume: its folder, its parent's, or latest.", default="")
-    sample_num_steps: Count = setting("Denoising steps of a sample.", default=50)
-    sample_eta: Positive = setting("Noise of the steps: DDIM's eta; for flow matching the a of Flow-GRPO.", default=1.0)
-    sample_guidance_scale: float = setting("Scale of guidance, classifier-free unless embedded; 1: none.", default=5.0)
     sample_batch_size: Count = setting("Samples at a time.", default=1)
     sample_num_batches_per_epoch: Count = setting("Sampling batches of an epoch.", default=2)
-    train_batch_size: Count = setting("(sample, step) pairs of a forward and backward pass.", default=1)
-    train_use_8bit_adam: bool = setting("AdamW with 8-bit moments (needs bitsandbytes).", default=False)
-    train_learning_rate: Positive = setting("AdamW's learning rate.", default=3e-4)
-    train_adam_beta1: Decay = setting("AdamW's beta 1.", default=0.9)
-    train_adam_beta2: Decay = setting("AdamW's beta 2.", default=0.999)
-    train_adam_weight_decay: NotNegative = setting("AdamW's weight decay.", default=1e-4)
-    train_adam_epsilon: Positive = setting("AdamW's epsilon.", default=1e-8)
-    train_gradient_accumulation_steps: Count = setting("An update's samples / train_batch_size.", default=1)
-    train_max_grad_norm: Positive = setting("Clip the gradient's norm to this at every update.", default=1.0)
     train_num_inner_epochs: Count = setting("Passes over an epoch's samples.", default=1)
     train_cfg: bool = setting("Train with guidance, with which images are sampled.", default=True)
     train_adv_clip_max: Positive = setting("Clip advantages to +- this.", default=5)
@@ -73,47 +33,29 @@ class DDPOConfig:
     per_prompt_stat_tracking_min_count: Count = setting("Rewards that a prompt needs; else the epoch's.", default=16)
     async_reward_computation: bool = setting("Compute rewards in threads during sampling.", default=False)
     max_workers: Count = setting("Threads of async_reward_computation.", default=2)
-    negative_prompts: str | None = setting("The prompt that guidance leads away from.", default="")
 
     estimator: str = setting("is: importance sampling; sf: score function; rwr, rwr_sparse: regression.", default="is")
     group_size: Count = setting("Samples per drawn prompt; above 1, advantages are relative to them.", default=1)
     rwr_beta: NotNegative = setting("rwr: inverse temperature of the weights; 0: equal weights.", default=0.2)
     rwr_top: Share = setting("rwr_sparse: share of the samples, the best, that trains.", default=0.1)
     train_clip_range_nats: Positive | None = setting("Clip range in nats of a step's joint probability.", default=None)
-    train_warmup_steps: CountFromZero = setting("Updates over which the learning rate rises from 0.", default=0)
-    train_gradient_checkpointing: bool = setting("Recompute activations in the backward pass.", default=False)
-    train_compile: str | None = setting("Backend of torch.compile for the denoiser's blocks: inductor.", default=None)
-    train_channels_last: bool = setting("Convolutions of the denoiser read channels last.", default=False)
     init_kl_coef: NotNegative = setting("Coefficient of the KL penalty to the initial policy.", default=0)
     adap_kl_ctrl: bool = setting("Move the coefficient until the KL meets `target`.", default=False)
     target: Positive = setting("KL that the adaptive controller aims at, in nats per sample.", default=6)
     horizon: Positive = setting("Samples over which the adaptive controller corrects an error.", default=10000)
     trajectory_dtype: str | None = setting("Round latents to float32, float16 or bfloat16.", default=None)
     trajectory_on_cpu: bool = setting("Keep trajectories in the host's memory.", default=False)
-    resume_with_changes: bool = setting("Resume with other settings, with a warning.", default=False)
-    on_save_error: OnSaveError = setting(ON_SAVE_ERROR, default="raise")
-    reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
 
     def __post_init__(self) -> None:
-        check_tracker_name(self.log_with)
-        check_ranges(self)
+        super().__post_init__()
         self._check_choices()
         self._check_sizes()
         self._check_objective()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name; entries of a dict get names such as "tracker_kwargs/group"."""
-        return flattened(vars(self))
 
     @property
     def samples_per_epoch(self) -> int:
         """Samples of an epoch."""
         return self.sample_batch_size * self.sample_num_batches_per_epoch
-
-    @property
-    def samples_per_update(self) -> int:
-        """Samples that an optimizer step learns from."""
-        return self.train_batch_size * self.train_gradient_accumulation_steps
 
     @property
     def updates_per_epoch(self) -> int:
@@ -126,11 +68,6 @@ class DDPOConfig:
         return int(self.sample_num_steps * self.train_timestep_fraction + 1e-9)
 
     @property
-    def is_guided(self) -> bool:
-        """Whether there is classifier-free guidance."""
-        return self.sample_guidance_scale > 1
-
-    @property
     def is_regression(self) -> bool:
         """Whether the estimator is reward-weighted regression, which has no ratios and no KL."""
         return self.estimator.startswith("rwr")
@@ -140,17 +77,10 @@ class DDPOConfig:
         return self.train_clip_range if self.train_clip_range_nats is None else self.train_clip_range_nats / dimensions
 
     def _check_choices(self) -> None:
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} is outside [0, 2**32), the range NumPy takes. Choose a seed within it.")
-        choices = {"estimator": ESTIMATORS, "trajectory_dtype": STORAGE, "mixed_precision": PRECISIONS}
+        choices = {"estimator": ESTIMATORS, "trajectory_dtype": STORAGE}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(str, known))}.")
-        if "gradient_accumulation_steps" in self.accelerator_kwargs:
-            raise ValueError(
-                "accelerator_kwargs with gradient_accumulation_steps would divide the loss a second time. "
-                "Set train_gradient_accumulation_steps instead."
-            )
 
     def _check_sizes(self) -> None:
         if self.samples_per_epoch % self.samples_per_update:

@@ -2,34 +2,24 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimtab_common.health import check_rows
-from trimtab_common.reward_checks import checked_scores
-from trimtab_common.seeding import private_rngs
 from trimtab_common.stats import Deviation, Mean, Stats
 from trimtab_common.time_limit import reward_limit
 from trimtab_diffusion.compat.trees import tree_leaves
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.steps import Steps
+from trimtab_diffusion.training.sampling import RewardFunction, rewards_of
 from trimtab_diffusion.trajectories import TEXT, Schedule, Trajectories
 
 from .config import DDPOConfig
-
-RewardFunction = Callable[[Tensor, tuple[str, ...], tuple[Any, ...]], Any]
-
-
-class PromptFunction(Protocol):
-    """Draws a prompt, with metadata for the reward function."""
-
-    def __call__(self) -> tuple[str, Any]:
-        """A text, and its metadata for the reward function."""
 
 
 @dataclass
@@ -72,31 +62,6 @@ class Samples:
             images = images.permute(0, 2, 3, 1, 4).flatten(3)  # [B, 3, H, F W]
         captions = [f"{prompt} | {reward:.3f}" for prompt, reward in zip(prompts, rewards.tolist(), strict=True)]
         return list(images.clamp(0, 1))[:limit], captions[:limit]
-
-
-def draw_prompts(prompt_function: PromptFunction, count: int, *, group_size: int, seed: int) -> list[tuple[str, Any]]:
-    """Draws prompts with their metadata, and repeats each `group_size` times in a row.
-
-    Python's, NumPy's and torch's generators are seeded around the function. Prompts are plain `str`, as checkpoints
-    need them: `np.random.choice` returns a subclass.
-
-    Args:
-        prompt_function: draws one prompt.
-        count: prompts to return, repetitions included.
-        group_size: divides `count`.
-        seed: in [0, 2**63).
-
-    Raises:
-        TypeError: the function returns something else than a text and its metadata.
-    """
-    drawn: list[tuple[str, Any]] = []
-    with private_rngs(seed):
-        while len(drawn) < count:
-            prompt = prompt_function()
-            if not (isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[0], str)):
-                raise TypeError(f"prompt_function returned {prompt!r}; a tuple of a text and its metadata is needed.")
-            drawn += [(str(prompt[0]), prompt[1])] * group_size
-    return drawn
 
 
 @dataclass
@@ -178,25 +143,6 @@ def score(
             results = [rewards_of(reward_limit(timeout)(each.result)(), prompts, name) for prompts, each in pending]
     rewards, metadata = zip(*results, strict=True)
     return list(rewards), list(metadata)
-
-
-def rewards_of(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, Any]:
-    """Checks a reward function's result for a batch.
-
-    Args:
-        result: rewards [b] or [b, 1], or a pair of rewards and metadata.
-        prompts: the b prompts.
-        name: the function's name, for errors.
-
-    Returns:
-        Rewards [b] as float32 on the CPU, and their metadata; {} where there is none.
-
-    Raises:
-        TypeError, ValueError: there is not one finite number per image.
-    """
-    rewards, metadata = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    items = [f"image {i} of a batch, prompt {prompt!r}" for i, prompt in enumerate(prompts)]
-    return torch.tensor(checked_scores(rewards, items, source=f"What {name} returned")), metadata
 
 
 def schedule_of(

@@ -2,47 +2,38 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from huggingface_hub import CommitInfo
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimtab_common.conditions import Vitals
 from trimtab_common.formulas.kl import kl_controller
 from trimtab_common.formulas.surrogate import clipped_ratio, surrogate_stats
-from trimtab_common.run import Stateful
-from trimtab_common.sealing import save_or_warn
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.sharding import divides_weights
 from trimtab_common.stats import Mean, Stats, gather_over_ranks, gather_stats, merge_stats
-from trimtab_common.tracking import Tracker, progress
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 from trimtab_diffusion.rewards import jpeg_incompressibility, mean_over_frames
 from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
+from trimtab_diffusion.training.base import SAMPLE, TRAIN, PipelineTrainer
+from trimtab_diffusion.training.hook import HookTracker
+from trimtab_diffusion.training.optimizing import Updates
+from trimtab_diffusion.training.sampling import PromptFunction, RewardFunction, draw_prompts, rewards_of
 from trimtab_diffusion.trajectories import Trajectories, noised_pairs, sampled_pairs
 
-from . import setup
 from .algorithm import Losses, advantages_of, update
-from .config import DDPOConfig
-from .hook import HookTracker
-from .hub import write_card
+from .config import HELD, WITHOUT_EFFECT, DDPOConfig
 from .loss import denoising_loss, score_function_loss
-from .optimizing import Updates, optimizer_of, warmup
-from .sampling import Batches, PromptFunction, RewardFunction, Samples, draw_prompts, rewards_of, schedule_of, score
+from .sampling import Batches, Samples, schedule_of, score
 from .selfcheck import check_first
+from .setup import prompt_stats_of, reference_of
 
-SAMPLE, TRAIN = 0, 1  # what random numbers are for
 
-
-class DDPOTrainer:
+class DDPOTrainer(PipelineTrainer):
     """Samples images, scores them, and makes the denoising steps that led to the better ones more probable.
 
     Args:
@@ -57,6 +48,9 @@ class DDPOTrainer:
         other_rewards: rewards by name that are logged, not trained on; by default the images' size in kB as JPEG.
     """
 
+    paper, title = "Black et al. 2023, arXiv:2305.13301", "TRL DDPO Model"
+    config: DDPOConfig
+
     def __init__(
         self,
         config: DDPOConfig,
@@ -67,63 +61,19 @@ class DDPOTrainer:
         *,
         other_rewards: Mapping[str, RewardFunction] | None = None,
     ) -> None:
-        self.config = config = replace(config)
-        self.reward_fn, self.prompt_fn = reward_function, prompt_function
-        self.image_samples_callback = image_samples_hook
-        if not isinstance(sd_pipeline, DDPOStableDiffusionPipeline):
-            sd_pipeline = DDPOStableDiffusionPipeline(sd_pipeline)
-        self.sd_pipeline = sd_pipeline
+        super().__init__(config, prompt_function, sd_pipeline)
+        self.reward_fn, self.image_samples_callback = reward_function, image_samples_hook
         default = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)}
         self.other_rewards = default if other_rewards is None else other_rewards
-        self.accelerator = setup.accelerator_of(config)
-        setup.place(config, sd_pipeline, self.accelerator)
-        self.reference = setup.reference_of(config, sd_pipeline, self.accelerator)
-        optimizer = optimizer_of(config, sd_pipeline.denoiser)
-        self.model, self.optimizer = self.accelerator.prepare(sd_pipeline.denoiser, optimizer)
-        setup.return_float32(sd_pipeline.denoiser, self.accelerator)
-        self.model.eval()  # no dropout: the updated policy must be the one that sampled
-        self.lr_scheduler = warmup(optimizer, config.train_warmup_steps)
+        self.reference = reference_of(config, self.sd_pipeline, self.accelerator)
         target = config.target if config.adap_kl_ctrl else None
+        self._prepare(without_effect=WITHOUT_EFFECT, held=HELD, kl_target=target)
         self.kl_ctl = kl_controller(config.init_kl_coef, target=target, horizon=config.horizon)
-        self.prompt_stats = setup.prompt_stats_of(config)
-        self.first_epoch = self.global_step = self.queries = 0
-        self.last_stats: dict[str, float] = {}
-        self.run = setup.run_of(config, self.accelerator, self.model)
-        self.run.keep(
-            self, "optimizer", "lr_scheduler", "kl_ctl", "prompt_stats", "first_epoch", "global_step", "queries"
-        )
-        self.run.keep(self.accelerator, "scaler")
-        if isinstance(prompt_function, Stateful):
-            self.run.keep_per_rank("prompt_function", prompt_function)
-        if config.resume_from:
-            self.run.resume(config.resume_from, self.checkpoint_folder)
+        self.prompt_stats = prompt_stats_of(config)
+        self.run.keep(self, "kl_ctl", "prompt_stats")
+        self._resume()
 
     # ------------------------------------------------------------ the algorithm
-
-    def train(self, epochs: int | None = None) -> list[dict[str, float]]:
-        """Runs epochs up to number `epochs` (default: the config's); logs and saves.
-
-        The tracker stays open for what you log yourself; `with trainer.tracker:` around the call closes it.
-
-        Returns:
-            The numbers that each epoch logged.
-
-        Raises:
-            CheckpointError: a new run would mix its checkpoints with another run's.
-        """
-        if self.first_epoch == 0:
-            self.run.record.check_folder(self.checkpoint_folder)
-        history = []
-        total = self.config.num_epochs if epochs is None else epochs
-        setup.check_saves(self.config, self.accelerator, total)
-        with self.run.training(self.checkpoint_folder):
-            for epoch in progress(range(self.first_epoch, total), "DDPO epochs"):
-                self.step(epoch, self.global_step)
-                history.append(self.last_stats)
-                if (epoch + 1) % self.config.save_freq == 0:
-                    save_or_warn(self.save_checkpoint, self.config.on_save_error)
-                self.run.interruption.end_if_asked(self.save_checkpoint)
-        return history
 
     def step(self, epoch: int, global_step: int) -> int:
         """One epoch: samples images, scores them, learns from them, and logs.
@@ -292,11 +242,6 @@ class DDPOTrainer:
         prediction = schedule.ask(self.model, noised, schedule.steps.index_of(timesteps), conditions)
         return (denoising_loss(prediction, targets, weights).mean(),)
 
-    def _generator(self, use: int, number: int, device: torch.device | str = "cpu") -> torch.Generator:
-        """Random numbers that depend on the seed, the process, their use and its number, and not on earlier draws."""
-        seed = sampling_seed(self.config.seed, rank=self.accelerator.process_index, draw=2 * number + use)
-        return torch.Generator(device).manual_seed(seed)
-
     def _log(self, epoch: int, samples: Samples, advantages: Tensor, parts: list[Stats]) -> None:
         """Merges an epoch's statistics over processes, checks their health, and sends them on. Collective."""
         config, rate = self.config, float(self.optimizer.param_groups[0]["lr"])
@@ -318,65 +263,6 @@ class DDPOTrainer:
         self.run.tracker.log({**gathered, **health}, self.global_step)
         self.run.tracker.images("pictures", *samples.captioned(16), self.global_step)
 
-    # ------------------------------------------------------------------- files
-
-    @property
-    def tracker(self) -> Tracker:
-        """Where statistics go; started at its first use, so that a resumed run goes on under its id."""
-        return self.run.tracker
-
-    @property
-    def run_id(self) -> str | None:
-        """The id of the tracker's run; None until it starts."""
-        return self.run.tracker_id
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        """Where checkpoints go."""
-        return Path(self.config.project_kwargs.get("project_dir") or self.config.logdir) / "checkpoints"
-
-    def save_checkpoint(self) -> Path:
-        """Writes everything that the next epoch depends on, atomically, as checkpoint-<epochs>. Collective."""
-        keep = self.config.project_kwargs.get("total_limit") or self.config.num_checkpoint_limit
-        return self.run.save(self.checkpoint_folder, self.first_epoch, keep=keep)
-
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Writes the adapters, for `load_lora_weights`, or the pipeline, for `from_pretrained`; with a model card.
-
-        Collective where the processes share the weights (FSDP, DeepSpeed): call it on each of them.
-        """
-        self._write(save_directory, self._full_weights())
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo | None:
-        """Uploads what `save_pretrained` writes; kwargs as of huggingface_hub.upload_folder, and `private`.
-
-        Collective likewise.
-        """
-        weights = self._full_weights()
-        return self.run.push(lambda folder: self._write(folder, weights, repo_id), repo_id, **kwargs)
-
-    def create_model_card(
-        self, path: str, model_name: str | None = "TRL DDPO Model", *, repo_id: str | None = None
-    ) -> None:
-        """Writes a model card (README.md) into the folder `path`.
-
-        Args:
-            path: created where it does not exist.
-            model_name: the card's title.
-            repo_id: what the model is loaded by; by default the folder's name.
-        """
-        kind, name = type(self).__name__, model_name or "Model"
-        write_card(path, self.sd_pipeline, self.config, name=name, trainer=kind, repo_id=repo_id)
-
-    def _full_weights(self) -> dict[str, Tensor] | None:
-        """The denoiser's weights, gathered on the main process; None if every process has them. Collective."""
-        return self.accelerator.get_state_dict(self.model) if divides_weights(self.accelerator) else None
-
-    def _write(self, folder: str | Path, weights: dict[str, Tensor] | None, repo_id: str | None = None) -> None:
-        if self.accelerator.is_main_process:
-            self.sd_pipeline.save_pretrained(folder, **({} if weights is None else {"weights": weights}))
-            self.create_model_card(str(folder), repo_id=repo_id)
-
     # ------------------------------------------------- what scripts of 2024 read
 
     @property
@@ -388,13 +274,3 @@ class DDPOTrainer:
     def num_train_timesteps(self) -> int:
         """Trained steps per sample."""
         return self.config.trained_steps
-
-    @property
-    def trainable_layers(self) -> list[nn.Parameter]:
-        """The trained weights."""
-        return [weight for weight in self.model.parameters() if weight.requires_grad]
-
-    @property
-    def autocast(self) -> Callable[[], AbstractContextManager[None]]:
-        """A context for forward passes in the run's precision."""
-        return self.accelerator.autocast

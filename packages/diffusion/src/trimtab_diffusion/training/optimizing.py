@@ -13,10 +13,10 @@ from trimtab_common.health import TrainingDivergedError
 from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.stats import Stats
 
-from .config import DDPOConfig
+from .config import PipelineConfig
 
 
-def optimizer_of(config: DDPOConfig, denoiser: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(config: PipelineConfig, denoiser: nn.Module) -> torch.optim.Optimizer:
     """AdamW over the trained weights, with 8-bit moments if asked for."""
     trainable = [weight for weight in denoiser.parameters() if weight.requires_grad]
     kind: Any = partial(torch.optim.AdamW, fused=fused_if_possible(trainable))
@@ -57,7 +57,7 @@ class Updates:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler
-    config: DDPOConfig
+    config: PipelineConfig
     done: int
 
     def parts(self, chunks: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from trimtab_common.hub import write_model_card
 from trimtab_diffusion.lora import base_name
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
-from .config import DDPOConfig
+from .config import PipelineConfig
 
 USAGE = {
     True: """from diffusers import DiffusionPipeline
@@ -23,10 +23,11 @@ pipeline = DiffusionPipeline.from_pretrained("{repo_id}")""",
 def write_card(
     path: str | Path,
     pipeline: DDPOStableDiffusionPipeline,
-    config: DDPOConfig,
+    config: PipelineConfig,
     *,
     name: str,
     trainer: str,
+    paper: str,
     repo_id: str | None,
 ) -> None:
     """Writes a model card (README.md) into the folder `path`; arguments as of `write_model_card`."""
@@ -34,7 +35,7 @@ def write_card(
         path,
         name=name,
         trainer=trainer,
-        paper="Black et al. 2023, arXiv:2305.13301",
+        paper=paper,
         usage=USAGE[pipeline.use_lora],
         library="diffusers",
         base_model=base_name(pipeline.sd_pipeline),

@@ -1,0 +1,1 @@
+"""What the trainers of diffusion pipelines share: settings, setup, optimizer, files."""

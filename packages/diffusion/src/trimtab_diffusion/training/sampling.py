@@ -1,0 +1,63 @@
+"""The functions that a caller gives a trainer: what they are called with, and checks of what they return."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trimtab_common.reward_checks import checked_scores
+from trimtab_common.seeding import private_rngs
+
+RewardFunction = Callable[[Tensor, tuple[str, ...], tuple[Any, ...]], Any]
+
+
+class PromptFunction(Protocol):
+    """Draws a prompt, with metadata for the reward function."""
+
+    def __call__(self) -> tuple[str, Any]:
+        """A text, and its metadata for the reward function."""
+
+
+def draw_prompts(prompt_function: PromptFunction, count: int, *, group_size: int, seed: int) -> list[tuple[str, Any]]:
+    """Draws prompts with their metadata, and repeats each `group_size` times in a row.
+
+    Python's, NumPy's and torch's generators are seeded around the function. Prompts are plain `str`, as checkpoints
+    need them: `np.random.choice` returns a subclass.
+
+    Args:
+        prompt_function: draws one prompt.
+        count: prompts to return, repetitions included.
+        group_size: divides `count`.
+        seed: in [0, 2**63).
+
+    Raises:
+        TypeError: the function returns something else than a text and its metadata.
+    """
+    drawn: list[tuple[str, Any]] = []
+    with private_rngs(seed):
+        while len(drawn) < count:
+            prompt = prompt_function()
+            if not (isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[0], str)):
+                raise TypeError(f"prompt_function returned {prompt!r}; a tuple of a text and its metadata is needed.")
+            drawn += [(str(prompt[0]), prompt[1])] * group_size
+    return drawn
+
+
+def rewards_of(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, Any]:
+    """Checks a reward function's result for a batch.
+
+    Args:
+        result: rewards [b] or [b, 1], or a pair of rewards and metadata.
+        prompts: the b prompts.
+        name: the function's name, for errors.
+
+    Returns:
+        Rewards [b] as float32 on the CPU, and their metadata; {} where there is none.
+
+    Raises:
+        TypeError, ValueError: there is not one finite number per image.
+    """
+    rewards, metadata = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    items = [f"image {i} of a batch, prompt {prompt!r}" for i, prompt in enumerate(prompts)]
+    return torch.tensor(checked_scores(rewards, items, source=f"What {name} returned")), metadata
