@@ -72,6 +72,7 @@ def test_a_generator_of_the_other_side():
 def test_more_memory_than_there_is(device: ModuleType):
     device.set_total_memory(device.memory_allocated() + 4096)
     try:
+        assert torch.accelerator.get_memory_info("musa") == (4096, device.memory_allocated() + 4096)
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 8192 bytes"):
             torch.empty(8192, dtype=torch.uint8, device="musa")
         torch.empty(4096, dtype=torch.uint8, device="musa")

@@ -1,5 +1,7 @@
 """Samplers, environments and reward models on an accelerator."""
 
+import gc
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,9 +11,15 @@ import torch
 from tests.accelerator.runs import Case, grpo, ppo
 from tests.lm import tiny
 from tests.lm.environments.conversations import Echo, rollout, sampler
+from tests.lm.sampling.fast.test_loop import tokens_read
 from tests.test_every_trainer import length
+from torch import Tensor
 
+from trimtab_common.accelerators import memory_of
 from trimtab_lm.rewards.model import RewardModel
+from trimtab_lm.sampling.fast.loop import LOOK_EVERY
+from trimtab_lm.sampling.generate import Completer
+from trimtab_lm.sampling.rollout import sampling_config
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.filterwarnings("ignore")]
 GRPO = Case("grpo", "causal", "full", "float32")
@@ -42,6 +50,54 @@ def test_continuous_batching_with_little_memory(device: ModuleType, tmp_path: Pa
         )
     finally:
         device.set_total_memory(1 << 30)
+
+
+def completions(ends: list[int], **options: Any) -> tuple[list[list[int]], list[Tensor]]:
+    model = tiny.llama().to("musa").eval()
+    config = sampling_config(model, pad_token_id=tiny.PAD, max_new_tokens=40, do_sample=True, eos_token_id=ends)[0]
+    torch.manual_seed(0)
+    rollout = Completer(model, config, eos_ids=ends, **options)(tiny.rows(4, 3, 9), 3)
+    assert rollout.logprobs is not None
+    return [row.tolist() for row in rollout.completions], rollout.logprobs
+
+
+def test_a_look_every_16_tokens_samples_what_a_look_at_each_token_does(
+    device: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    device.clear()
+    tokens, logprobs = completions([1, 2])
+    rare = sum(device.waits().values())
+    lengths = sorted(map(len, tokens))
+    assert lengths[0] < 16 < lengths[-1]
+    monkeypatch.setitem(LOOK_EVERY, "musa", 1)
+    device.clear()
+    tokens_of_each, logprobs_of_each = completions([1, 2])
+    assert tokens == tokens_of_each
+    torch.testing.assert_close(logprobs, logprobs_of_each)
+    assert sum(device.waits().values()) - rare >= lengths[-1] - 3
+
+
+def test_as_many_rows_are_sampled_at_a_time_as_the_memory_has_room_for(device: ModuleType):
+    """Half of what training leaves is enough for them, and all rows at a time are too many for the small memory."""
+    gc.collect()  # what other tests have left
+    prompts, model = tiny.rows(64, 10, 10), tiny.llama().to("musa").eval()
+    config = sampling_config(model, pad_token_id=tiny.PAD, max_new_tokens=40, do_sample=True)[0]
+    batches = {}
+    try:
+        for name, room in (("small", 1 << 18), ("large", 64 << 20)):
+            memory_of.cache_clear()
+            device.set_total_memory(5 * device.memory_allocated() + room)
+            sample = partial(Completer(model, config, eos_ids=[]), prompts)
+            batches[name] = [rows for rows, tokens in tokens_read(model, sample) if tokens > 1]
+        device.set_total_memory(5 * device.memory_allocated() + (1 << 18))
+        with pytest.raises(torch.OutOfMemoryError):
+            Completer(model, config, eos_ids=[], batch_size=64)(prompts)
+    finally:
+        memory_of.cache_clear()
+        device.set_total_memory(1 << 30)
+    assert batches["large"] == [64]
+    assert len(batches["small"]) > 3
+    assert sum(batches["small"]) == 64
 
 
 def test_an_environment_with_grpo(tmp_path: Path):

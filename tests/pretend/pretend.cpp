@@ -11,6 +11,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/transformers/attention.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -55,7 +56,7 @@ struct alignas(64) Block {  // stands before the bytes of each allocation
   c10::DeviceIndex device;
 };
 
-struct Allocator final : at::Allocator {
+struct Allocator final : c10::DeviceAllocator {
   static void release(void* bytes) {
     if (!bytes) return;
     Block* block = static_cast<Block*>(bytes) - 1;
@@ -76,6 +77,18 @@ struct Allocator final : at::Allocator {
   }
   at::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t size) const override { std::memcpy(to, from, size); }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    std::lock_guard<std::mutex> guard(lock);
+    const auto& [live, _, total] = memories[device];
+    return {total - live, total};
+  }
+  bool initialized() override { return true; }
+  // Nothing is kept of what is free, there is one stream, and `clear` resets the peak.
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {}
 };
 Allocator allocator;
 REGISTER_ALLOCATOR(KIND, &allocator);

@@ -40,7 +40,7 @@ def test_a_batch_size_that_the_caller_gives_is_kept(batch_size: int, rows: list[
 
 @pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama, lora, sliding, hybrid, prompt_tuned, tiny.t5])
 def test_every_model_has_a_size(build: Callable):
-    assert completions_at_a_time(build(), 100) > 1
+    assert completions_at_a_time(build(), 100, read=1) > 1
 
 
 def test_a_completion_takes_its_keys_and_values_and_its_scores(monkeypatch: pytest.MonkeyPatch):
@@ -49,16 +49,19 @@ def test_a_completion_takes_its_keys_and_values_and_its_scores(monkeypatch: pyte
     heads, head_dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     states = 2 * tokens * config.num_hidden_layers * heads * head_dim * 4
     row = states + SCORE_BYTES * config.vocab_size
-    assert completions_at_a_time(model, tokens) == CPU_ROOM // row
-    assert completions_at_a_time(model.to(torch.bfloat16), tokens) == CPU_ROOM // (row - states // 2)
+    assert completions_at_a_time(model, tokens, read=1) == CPU_ROOM // row
+    assert completions_at_a_time(model.to(torch.bfloat16), tokens, read=1) == CPU_ROOM // (row - states // 2)
     monkeypatch.setattr(generate, "CPU_ROOM", 10)
     weights = sum(weight.numel() * 2 for weight in model.parameters())
-    assert completions_at_a_time(model, 1) == max(weights // 2 // (row - states + states // 100), 1)
-    assert completions_at_a_time(model, 10**9) == 1
+    assert completions_at_a_time(model, 1, read=1) == max(weights // 2 // (row - states + states // 100), 1)
+    assert completions_at_a_time(model, 10**9, read=1) == 1
 
 
-def test_a_device_has_its_own_room():
-    on_cpu, on_device = completions_at_a_time(tiny.llama(), 50), completions_at_a_time(tiny.llama().to("meta"), 50)
+def test_a_device_of_unknown_memory_has_its_own_room():
+    on_cpu, on_device = (
+        completions_at_a_time(tiny.llama(), 50, read=1),
+        completions_at_a_time(tiny.llama().to("meta"), 50, read=1),
+    )
     assert on_device == pytest.approx(on_cpu * DEVICE_ROOM / CPU_ROOM, rel=1e-3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,3 +105,14 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     flat = torch.cat([tensor.flatten() for tensor in tensors]).to(device)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
+
+
+@cache
+def memory_of(device: torch.device) -> int:
+    """The bytes of an accelerator's memory; 0 for a CPU, and where PyTorch does not know them."""
+    if device.type in ("cpu", "meta"):
+        return 0
+    try:
+        return torch.accelerator.get_memory_info(device)[1]
+    except RuntimeError:
+        return 0

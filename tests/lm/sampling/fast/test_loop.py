@@ -16,7 +16,7 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
 )
 
-from trimtab_lm.sampling.fast.loop import LARGE_VOCABULARY, draw, draw_by_inversion
+from trimtab_lm.sampling.fast.loop import LARGE_VOCABULARY, LOOK_EVERY, draw, draw_by_inversion
 from trimtab_lm.sampling.generate import Completer, cut_at_eos, eos_token_ids, pad
 from trimtab_lm.sampling.rollout import sampling_config
 
@@ -111,6 +111,26 @@ def test_rows_that_have_ended_are_no_longer_read():
         going_on = sum(length > step for length in lengths)
         assert going_on <= rows <= max(going_on / 0.75, 1)
     assert shapes[-1][0] < 10
+
+
+@pytest.mark.parametrize("build", [tiny.llama, hybrid, tiny.t5])
+@pytest.mark.parametrize("every", [5, LIMIT + 1])
+def test_a_rare_look_at_which_rows_have_ended_changes_no_sample(
+    build: Callable, every: int, monkeypatch: pytest.MonkeyPatch
+):
+    model, settings = tiny.exact(build()).eval(), {"do_sample": True, "eos_token_id": list(range(1, 12))}
+    prompts = tiny.rows(6, 4, 4)
+    expected = sampled(model, prompts, 3, settings)
+    assert len({len(row) for group in expected for row in group}) > 1
+    monkeypatch.setitem(LOOK_EVERY, "cpu", every)
+    assert sampled(model, prompts, 3, settings) == expected
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, 1), (5, 5), (LIMIT + 1, LIMIT)])
+def test_when_all_rows_have_ended_the_next_look_ends_the_loop(every: int, steps: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(LOOK_EVERY, "cpu", every)
+    model, settings = tiny.llama().eval(), {"do_sample": True, "eos_token_id": list(range(len(tiny.VOCABULARY)))}
+    assert len(tokens_read(model, lambda: sampled(model, tiny.rows(6, 4, 4), 1, settings))) == steps
 
 
 def test_a_prompt_is_read_once_for_its_group():

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig
 
+from trimtab_common.accelerators import memory_of
 from trimtab_common.sharding import whole_weights
 from trimtab_common.tracking import progress
 from trimtab_lm.compat.generation import CACHE, cache_found, cache_names, has_selectable_cache
@@ -22,7 +23,10 @@ from .rollout import PLAIN_SAMPLING, Rollout
 
 MIB = 2**20
 CPU_ROOM, DEVICE_ROOM = 256 * MIB, 1024 * MIB
-"""Bytes for the keys, values and scores of completions sampled at a time, for a small model."""
+"""Bytes for the keys, values and scores of completions sampled at a time, for a small model, where the device's memory
+is not known."""
+COPIES = 4
+"""What training holds beside a weight: a reference's copy, the gradient and Adam's two moments."""
 SCORE_BYTES = 32
 """Bytes for each entry of a row's vocabulary while a token is drawn: float32 logits and scores, float64 sums."""
 
@@ -127,28 +131,37 @@ def batches_of(
     return batches
 
 
-def completions_at_a_time(model: Model, tokens: int) -> int:
-    """How many completions of a length fit into 256 MiB on a CPU, 1 GiB on a GPU, or half of the weights' size.
+def completions_at_a_time(model: Model, tokens: int, *, read: int) -> int:
+    """How many completions of a length have room.
 
-    It depends on the model and the length alone, and not on the memory that happens to be free, so that a seed gives
-    the same samples again.
+    On a CPU they take 256 MiB, or half of the weights' size if that is more. On an accelerator they take half of the
+    memory that the training of these weights leaves, and at least an eighth of what the weights leave. What happens to
+    be free does not count, so that a seed gives the same samples again.
 
     Args:
         model: a transformers model.
         tokens: the length of the longest prompt with its completion, in tokens.
+        read: the length of the longest prompt.
 
     Returns:
         At least 1.
     """
     config = decoder_config(model)
-    width = config.hidden_size
+    hidden = width = config.hidden_size
     heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(groups, int):  # grouped-query attention
         width = groups * (getattr(config, "head_dim", None) or width // heads)
     row = 2 * tokens * config.num_hidden_layers * width * model.dtype.itemsize + SCORE_BYTES * config.vocab_size
-    weights = sum(weight.numel() * weight.itemsize for weight in model.parameters())
-    room = CPU_ROOM if model.device.type == "cpu" else DEVICE_ROOM
-    return max(max(room, weights // 2) // row, 1)
+    weights = sum(weight.nbytes for weight in model.parameters())
+    if memory := memory_of(model.device):
+        # The prompts' forward pass: the hidden states of a layer, and those inside its MLP.
+        inside = getattr(config, "intermediate_size", None) or 4 * hidden
+        row += read * (8 * hidden + 3 * inside) * model.dtype.itemsize
+        trained = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+        room = max(memory - weights - COPIES * trained, (memory - weights) // 4) // 2
+    else:
+        room = max(CPU_ROOM if model.device.type == "cpu" else DEVICE_ROOM, weights // 2)
+    return max(room // row, 1)
 
 
 def generate(
@@ -246,7 +259,7 @@ class Completer:
         self.positions.check_sample(longest, new, is_encoder_decoder=is_encoder_decoder, remedy=remedy)
         padding = config.pad_token_id if self.has_criterion else None
         is_automatic = isinstance(self.batch_size, Automatic)
-        batch_size = completions_at_a_time(model, longest + new) if is_automatic else self.batch_size
+        batch_size = completions_at_a_time(model, longest + new, read=longest) if is_automatic else self.batch_size
         batches = batches_of(prompts, batch_size, num_generations, is_split=learns_prompt(model))
         count = len(prompts) * num_generations
         completions, ended, told = [torch.empty(0)] * count, [False] * count, [torch.empty(0)] * count

@@ -1,12 +1,13 @@
 """Log-probability and entropy of chosen tokens from logits, or from what an LM head reads."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from trimtab_common.accelerators import memory_of
 
 CHUNK_ELEMENTS = 2**24
 """Logits of one chunk on a CPU: 64 MiB in float32. Two such buffers exist at a time.
@@ -107,18 +108,7 @@ def score_linear(
 
 def chunk_size(vocab_size: int, device: torch.device) -> int:
     """The positions whose logits fill one chunk."""
-    return max(1, max(CHUNK_ELEMENTS, _memory_of(device) // (DEVICE_SHARE * 2 * 4)) // vocab_size)
-
-
-@cache
-def _memory_of(device: torch.device) -> int:
-    """The bytes of an accelerator's memory; 0 for a CPU, and where PyTorch does not know them."""
-    if device.type in ("cpu", "meta"):
-        return 0
-    try:
-        return torch.accelerator.get_memory_info(device)[1]
-    except RuntimeError:
-        return 0
+    return max(1, max(CHUNK_ELEMENTS, memory_of(device) // (DEVICE_SHARE * 2 * 4)) // vocab_size)
 
 
 def upcast(logits: Tensor) -> Tensor:

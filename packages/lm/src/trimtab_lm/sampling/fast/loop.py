@@ -1,6 +1,7 @@
 """A loop for transformers' `generate`: draws tokens cheaply, and drops finished rows from the batch."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +18,8 @@ LARGE_VOCABULARY = 2048
 """The size from which a CPU draws a token faster from the cumulative distribution than by `torch.multinomial`."""
 LEAVE = 0.75
 """Rows that have ended leave the batch when this share or less of it goes on; each time copies the cache."""
+LOOK_EVERY = defaultdict(lambda: 16, cpu=1)
+"""Tokens between two looks at which rows have ended, by the kind of device: each look waits for an accelerator."""
 ROWS = ("attention_mask", "position_ids")
 """What a forward pass takes for each row, besides tokens and cache."""
 KNOWN = {
@@ -116,14 +119,19 @@ def decode(
             drawn.append(tokens.new_zeros(size).index_copy(0, places, tokens))
             told.append(logprobs.new_zeros(size).index_copy(0, places, logprobs))
             goes_on &= ~torch.isin(tokens, ends)
+            if len(drawn) >= limit:
+                break
+            if len(drawn) % LOOK_EVERY[ids.device.type]:
+                continue
             left = int(goes_on.sum())
-            if left == 0 or len(drawn) >= limit:
-                return torch.stack(drawn, dim=1), torch.stack(told, dim=1)
+            if left == 0:
+                break
             if left <= LEAVE * len(goes_on) and isinstance(cache, DynamicCache) and can_select(cache):
                 kept = goes_on.nonzero()[:, 0]
                 ids, places, goes_on = ids[kept], places[kept], goes_on[kept]
                 cache.batch_select_indices(kept)
                 inputs |= {name: inputs[name][kept] for name in ROWS if inputs.get(name) is not None}
+    return torch.stack(drawn, dim=1), torch.stack(told, dim=1)
 
 
 def draw(probs: Tensor, places: Tensor, size: int) -> Tensor:
