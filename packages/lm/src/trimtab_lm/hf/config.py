@@ -1,7 +1,9 @@
 """Shared settings of the trainers on `transformers.Trainer`."""
 
 import copy
+import warnings
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TypeVar
 
 import datasets
@@ -80,8 +82,22 @@ def for_own_collators(config: Config, train_dataset: object, eval_dataset: objec
     if any(isinstance(one, streams) for one in [train_dataset, *evaluated]):
         config.accelerator_config = copy.copy(config.accelerator_config)
         config.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
-    if config.use_liger_kernel:
+    if config.use_liger_kernel and runs_liger(config.device):
         # Liger's loss would replace the model's forward, where our trainers score tokens.
         off = {"fused_linear_cross_entropy": False, "cross_entropy": False}
         config.liger_kernel_config = off | (config.liger_kernel_config or {})
+    else:
+        config.use_liger_kernel = False
     return config
+
+
+def runs_liger(device: torch.device) -> bool:
+    """Whether Liger's Triton kernels can be imported and run on the device; warns with the reason if not."""
+    try:
+        if device.type == "cpu":
+            raise ImportError("its kernels need a GPU")
+        import_module("liger_kernel.transformers")
+    except ImportError as missing:
+        warnings.warn(f"The model trains without use_liger_kernel: {missing}.", stacklevel=6)
+        return False
+    return True

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from accelerate import Accelerator
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
@@ -19,46 +19,38 @@ from transformers import (
 
 from trimtab_common.sharding import keep_output_precision
 from trimtab_lm.interface import Model, Processor, base_of
-from trimtab_lm.models.loading import AutoModel, bar_packing
+from trimtab_lm.models.loading import bar_packing, from_pretrained
 
 from .config import checkpointing_of
 
 
-def load_language_model(model: Model | str | None, init_kwargs: Mapping[str, object] | None = None) -> Model | None:
-    """Loads a causal or encoder-decoder model by hub id or folder; returns a model in memory unchanged.
+def load_language_model(
+    model: Model | str | None, init_kwargs: Mapping[str, Any] | None = None, kind: Any = None, **kwargs: object
+) -> Model | None:
+    """Loads a model by hub id or folder; returns a model in memory unchanged.
 
     Args:
         model: the model or its name.
         init_kwargs: arguments of `from_pretrained`, for a name only.
+        kind: the class of transformers that loads the model; None: the model's configuration chooses between causal
+            and encoder-decoder models.
+        kwargs: further arguments of `from_pretrained`.
 
     Raises:
         ValueError: init_kwargs for a model that is loaded.
     """
-    if not isinstance(model, str):
-        refuse_init_kwargs(init_kwargs)
-        return model
-    kwargs = pretrained_kwargs(init_kwargs)
-    shared = {name: kwargs[name] for name in ("revision", "trust_remote_code", "token", "cache_dir") if name in kwargs}
-    is_encoder_decoder = AutoConfig.from_pretrained(model, **shared).is_encoder_decoder
-    kind: AutoModel = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
-    return kind.from_pretrained(model, **kwargs)
-
-
-def refuse_init_kwargs(init_kwargs: Mapping[str, object] | None) -> None:
-    """Raise ValueError for arguments of `from_pretrained` together with a model in memory."""
+    init_kwargs = init_kwargs or {}
+    if isinstance(model, str):
+        if kind is None:
+            is_encoder_decoder = AutoConfig.from_pretrained(model, **init_kwargs).is_encoder_decoder
+            kind = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
+        return from_pretrained(kind, model, **kwargs, **init_kwargs)
     if init_kwargs:
         raise ValueError(
             f"model_init_kwargs={dict(init_kwargs)} say how to load a model, and the model is loaded already. Pass its "
             "name, or leave model_init_kwargs out."
         )
-
-
-def pretrained_kwargs(init_kwargs: Mapping[str, object] | None) -> dict[str, object]:
-    """Arguments of `from_pretrained`; the older name `torch_dtype` is passed on as `dtype`."""
-    kwargs = dict(init_kwargs or {})
-    if "torch_dtype" in kwargs:
-        kwargs["dtype"] = kwargs.pop("torch_dtype")
-    return kwargs
+    return model
 
 
 def load_processing_class(processing_class: Processor | None, model: Model) -> Processor:

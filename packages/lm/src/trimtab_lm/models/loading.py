@@ -41,7 +41,7 @@ def load_model(
     """
     adapter_file = find_adapter_config_file(source, **hub)
     if adapter_file is None:
-        return kind.from_pretrained(source, *args, **kwargs)
+        return from_pretrained(kind, source, *args, **kwargs)
     adapter = json.loads(Path(adapter_file).read_text(encoding="utf-8"))
     if not adapter.get("base_model_name_or_path"):
         raise ValueError(
@@ -51,9 +51,21 @@ def load_model(
     # revision and subfolder locate the adapter; the adapter's config locates the base model.
     kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     base_name, revision = adapter["base_model_name_or_path"], adapter.get("revision")
-    base: PreTrainedModel = kind.from_pretrained(base_name, *args, revision=revision, **kwargs)
+    base = from_pretrained(kind, base_name, *args, revision=revision, **kwargs)
     base = prepared_for_adapter(base, **kbit) if is_trainable else base
     return PeftModel.from_pretrained(base, source, is_trainable=is_trainable, **hub)
+
+
+def from_pretrained(kind: Any, source: str, *args: object, **kwargs: Any) -> Any:
+    """Calls `kind.from_pretrained`; warns and leaves FlashAttention out where its package or a GPU is missing."""
+    try:
+        return kind.from_pretrained(source, *args, **kwargs)
+    except ImportError as missing:
+        attention = kwargs.pop("attn_implementation", None)
+        if not str(attention).startswith("flash_attention"):
+            raise
+        warnings.warn(f"The model loads without attn_implementation={attention!r}: {missing}", stacklevel=4)
+        return kind.from_pretrained(source, *args, **kwargs)
 
 
 def prepared_for_adapter(model: PreTrainedModel, **kbit: Any) -> PreTrainedModel:

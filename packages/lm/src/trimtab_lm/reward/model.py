@@ -3,35 +3,17 @@
 import copy
 import math
 import warnings
-from collections.abc import Mapping
 
 import torch
 from peft import PeftConfig, PeftModel, TaskType
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
-from trimtab_lm.hf.models import pretrained_kwargs, refuse_init_kwargs
 from trimtab_lm.interface import Model, Processor, base_of, tokenizer_of
 
 from .config import RewardConfig
-
-
-def load_scorer(model: Model | str | None, init_kwargs: Mapping[str, object] | None = None) -> Model | None:
-    """A classifier with one label by hub id or folder; a model that is loaded is returned as it is.
-
-    Args:
-        model: the model or its name.
-        init_kwargs: arguments of `from_pretrained`, for a name only.
-
-    Raises:
-        ValueError: init_kwargs for a model that is loaded.
-    """
-    if isinstance(model, str):
-        return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **pretrained_kwargs(init_kwargs))
-    refuse_init_kwargs(init_kwargs)
-    return model
 
 
 def require_scorer(model: Model, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trimtab_common.overrides import replaced
 from trimtab_lm.hf.adapter import (
@@ -21,7 +21,7 @@ from trimtab_lm.hf.adapter import (
     is_noisy,
     prepare_datasets,
 )
-from trimtab_lm.hf.models import with_adapters
+from trimtab_lm.hf.models import load_language_model, with_adapters
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, Optimizers, Prediction, Use
 from trimtab_lm.interface import Model, Processor, base_of
 from trimtab_lm.legacy.arguments import REWARD, takes_constructor_of_2024
@@ -38,7 +38,6 @@ from .model import (
     check_padding,
     for_scores,
     init_head,
-    load_scorer,
     require_scorer,
     require_trained_head,
     turn_off_missing_checkpointing,
@@ -94,7 +93,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
-        scorer = load_scorer(model, args.model_init_kwargs)
+        scorer = load_language_model(model, args.model_init_kwargs, AutoModelForSequenceClassification, num_labels=1)
         super().__init__(scorer, args, processing_class, model_init, peft_config, data=data, **hooks)
         if data_collator is None and self.scores_in_forward:
             layout = best_layout(self.model, share_prefix=True, is_noisy=is_noisy(self))
