@@ -28,7 +28,6 @@ from trimtab_lm import (
 )
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.layout import from_labels
-from trimtab_lm.tokens.router import load_balancing_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*separate padded row")
 TEXTS = ["hello there my friend", "the cat sat on the mat"]
@@ -169,13 +168,6 @@ def check_family(model_type: str) -> None:
         score_tokens_in_forward(model)
         scores = model(tokens={"input_ids": ids, "attention_mask": mask, **from_labels(labels)})
     torch.testing.assert_close(scores.router_loss - scores.logprobs.mean(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_balanced_loss_is_the_number_of_experts_of_a_token():
-    """Probabilities are uniform, so shares do not matter; by hand, for one expert of two, it is 2 * (1 * p)."""
-    assert float(load_balancing_loss([torch.zeros(6, 4)] * 2, torch.ones(2, 3), top_k=2)) == pytest.approx(2.0)
-    logits, mask = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 9.0]]), torch.tensor([[1, 1, 0]])
-    assert float(load_balancing_loss([logits], mask, top_k=1)) == pytest.approx(2 * 0.7310586)
 
 
 def test_checkpoints_that_cut_its_gradient_off_are_refused():

@@ -20,10 +20,8 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     checkpointing = []
-    for module, _ in modes:
-        # Only transformers' layers have the attribute.
-        if torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
-            checkpointing.append(module)
+    if torch.is_grad_enabled():  # only transformers' layers have the attribute
+        checkpointing = [module for module, _ in modes if getattr(module, "gradient_checkpointing", False)]
     model.eval()
     try:
         with dropout_rates_at_zero(model) if checkpointing else nullcontext():

@@ -38,14 +38,8 @@ def check_ids(name: str, column: Sequence[Any], vocab_size: int, *, ignored: int
             raise ValueError(
                 f"{name}[{i}] is empty. Leave the pair out, or give it one token at least (the end token)."
             )
-        if (
-            not isinstance(row, Tensor)
-            or row.dim() != 1
-            or row.is_floating_point()
-            or row.is_complex()
-            or row.dtype == torch.bool
-        ):
-            is_tensor = isinstance(row, Tensor)
+        is_tensor = isinstance(row, Tensor)
+        if not is_tensor or row.dim() != 1 or row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
             came = f"a {row.dtype} tensor of shape {list(row.shape)}" if is_tensor else type(row).__name__
             raise TypeError(
                 f"{name}[{i}] must be a 1-D tensor of token ids, got {came}. Use tensor.squeeze(0) for [1, T]."

@@ -1,10 +1,11 @@
 """The auxiliary loss of a mixture of experts, which models with `output_router_logits=True` add to their own loss."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from trimtab_lm.interface import Model, base_of, decoder_config
 
@@ -75,8 +76,8 @@ def classifier_router_loss(
     if not router_logits or not coefficients or top_k is None or config.model_type == "doge":
         refuse_router_loss(model, "a trainer of a sequence classifier", "")
         return 0.0
-    mask = torch.ones_like(router_logits[0][..., 0]) if mask is None else mask
-    loss = load_balancing_loss(router_logits, mask, top_k=top_k)
+    experts = router_logits[0].shape[-1]
+    loss: Tensor = cast(Any, load_balancing_loss_func)(tuple(router_logits), experts, top_k, mask)
     check_reaches(loss, states, model)
     return coefficients[0] * loss
 
@@ -98,24 +99,3 @@ def check_reaches(loss: Tensor, states: Tensor, model: Model) -> None:
             "Activation checkpointing with use_reentrant=True gives the router's loss (output_router_logits=True) no "
             "gradient. Set gradient_checkpointing_kwargs={'use_reentrant': False}."
         )
-
-
-def load_balancing_loss(router_logits: Sequence[Tensor], mask: Tensor, *, top_k: int) -> Tensor:
-    """E * sum over experts of f * P (Fedus et al. 2022, arXiv:2101.03961, Eq. 4), over all layers together.
-
-    f is the share of tokens that an expert gets, P its mean probability. The loss is top_k where both are uniform.
-
-    Args:
-        router_logits: one for each layer, [B * T, E].
-        mask: [B, T], 1 where a token counts.
-        top_k: experts of a token.
-
-    Returns:
-        Scalar.
-    """
-    logits = torch.cat([layer.flatten(0, -2) for layer in router_logits])
-    probabilities = logits.softmax(-1, dtype=torch.float32)
-    weights = mask.flatten().to(probabilities).repeat(len(router_logits))
-    chosen = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(top_k).indices, 1.0)
-    shares, means = (weights @ numbers / weights.sum() for numbers in (chosen, probabilities))
-    return logits.shape[-1] * (shares * means).sum()
