@@ -1,6 +1,8 @@
 """Log-probability and entropy of chosen tokens from logits, or from what an LM head reads."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from logging import getLogger
 from typing import Any, NamedTuple
 
 import torch
@@ -63,16 +65,13 @@ def score_chunks(
         temperature: the temperature of the softmax.
     """
 
-    def score(hidden: Tensor, targets: Tensor) -> TokenScores:
-        return score_logits(head(hidden), targets, temperature=temperature)
+    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return score_logits(head(hidden), targets, temperature=temperature)[:2]
 
     size = chunk_size(vocab_size, hidden.device)
-    parts = [
-        checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(hidden.split(size), targets.split(size), strict=True)
-    ]
-    logprobs, entropy, *_ = zip(*parts, strict=True)
-    return TokenScores(torch.cat(logprobs), torch.cat(entropy))
+    chunks = zip(hidden.split(size), targets.split(size), strict=True)
+    parts = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return TokenScores(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def score_linear(
@@ -121,6 +120,11 @@ class _ScoreLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float, overwrites: bool) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.dtype, ctx.fused = temperature, logits.dtype, fused_score(logits.device)
+        if ctx.fused:
+            ctx.save_for_backward(logits, targets)
+            return ctx.fused(logits, targets, None, None, temperature)[:2]
         scaled = upcast(logits)
         if not overwrites:
             scaled = scaled / temperature
@@ -129,12 +133,12 @@ class _ScoreLogits(torch.autograd.Function):
         exponentials = torch.empty_like(scaled)
         logprobs, entropy, total = _score(scaled, targets, exponentials)
         ctx.save_for_backward(exponentials, total, entropy, targets)
-        ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.fused:
+            return ctx.fused(*ctx.saved_tensors, of_logprobs, of_entropy, ctx.temperature)[2], None, None, None
         grad = _gradient(of_logprobs, of_entropy, *ctx.saved_tensors, temperature=ctx.temperature)
         return grad.to(ctx.dtype), None, None, None
 
@@ -191,45 +195,46 @@ def _run_linear(
     of_entropy: Tensor | None,
     needs_grad: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
-    """Scores N targets under a linear head, chunk by chunk, in two buffers of logits for all chunks.
+    """Scores N targets under a linear head, chunk by chunk. On a CPU two buffers of logits serve all chunks.
 
     Args:
-        hidden: [N, H].
-        weight: [V, H].
-        bias: [V], or None.
-        targets: [N], ids.
-        temperature: the temperature of the softmax.
+        hidden, weight, bias, targets, temperature: see `score_linear`.
         of_logprobs, of_entropy: see `_gradient`; None: there are no gradients.
         needs_grad: whether hidden (which always gets one), weight and bias need gradients.
 
     Returns:
         Log-probabilities [N], entropies [N], and the gradients of hidden, weight and bias, if there are any.
     """
-    size = chunk_size(len(weight), weight.device)
+    size, fused = chunk_size(len(weight), weight.device), fused_score(weight.device)
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    room = hidden.new_empty(2, min(size, len(hidden)), len(weight), dtype=dtype)
+    room = hidden.new_empty(2, 0 if fused else min(size, len(hidden)), len(weight), dtype=dtype)
     logprobs, entropy = hidden.new_empty(len(hidden), dtype=dtype), hidden.new_empty(len(hidden), dtype=dtype)
     has_grad = of_logprobs is not None or of_entropy is not None
     grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden) if has_grad else None, None, None
     for start in range(0, max(len(hidden), 1), size):
         chunk = slice(start, start + size)
         x, ids = hidden[chunk], targets[chunk]
-        logits, exponentials = room[:, : len(x)]
-        if x.dtype != dtype:
-            logits.copy_(nn.functional.linear(x, weight, bias))
-        elif bias is None:
-            torch.mm(x, weight.T, out=logits)
+        first, second = (None if of is None else of[chunk] for of in (of_logprobs, of_entropy))
+        if fused:
+            logits = nn.functional.linear(x, weight, bias)
+            logprobs[chunk], entropy[chunk], grad = fused(logits, ids, first, second, temperature)
         else:
-            torch.addmm(bias, x, weight.T, out=logits)
-        if temperature != 1.0:
-            logits.div_(temperature)
-        logprobs[chunk], entropy[chunk], total = _score(logits, ids, exponentials)
+            logits, exponentials = room[:, : len(x)]
+            if x.dtype != dtype:
+                logits.copy_(nn.functional.linear(x, weight, bias))
+            else:
+                torch.addmm(logits if bias is None else bias, x, weight.T, beta=bias is not None, out=logits)
+            if temperature != 1.0:
+                logits.div_(temperature)
+            logprobs[chunk], entropy[chunk], total = _score(logits, ids, exponentials)
+            if has_grad:
+                parts = exponentials, total, entropy[chunk], ids
+                grad = _gradient(first, second, *parts, temperature=temperature, out=logits)
         if grad_hidden is None:
             continue
-        first, second = (None if of is None else of[chunk] for of in (of_logprobs, of_entropy))
-        grad = _gradient(first, second, exponentials, total, entropy[chunk], ids, temperature=temperature, out=logits)
         if bias is not None and needs_grad[2]:
-            grad_bias = grad.sum(0) if grad_bias is None else grad_bias.add_(grad.sum(0))
+            of_bias = grad.sum(0, dtype=dtype)
+            grad_bias = of_bias if grad_bias is None else grad_bias.add_(of_bias)
         grad = grad.to(weight.dtype)
         torch.mm(grad, weight, out=grad_hidden[chunk])
         if not needs_grad[1]:
@@ -238,9 +243,42 @@ def _run_linear(
             grad_weight = (grad.T @ x).to(dtype)  # a bfloat16 sum over chunks would lose what the later ones add
         elif grad_weight.dtype == grad.dtype:
             grad_weight.addmm_(grad.T, x)
+        elif fused:
+            torch.addmm(grad_weight, grad.T, x, out_dtype=dtype, out=grad_weight)
         else:
             grad_weight.add_(grad.T @ x)
     return logprobs, entropy, (grad_hidden, grad_weight, grad_bias)
+
+
+@cache
+def fused_score(device: torch.device) -> Callable[..., tuple[Tensor, Tensor, Any]] | None:
+    """Returns `_score_and_gradient`, compiled for an accelerator; None on a CPU, and where something is missing.
+
+    TORCH_COMPILE_DISABLE=1 switches the compiler off.
+    """
+    if device.type in ("cpu", "meta"):
+        return None
+    try:
+        x = torch.ones(8, 8, device=device, dtype=torch.bfloat16)
+        torch.addmm(x.float(), x, x, out_dtype=torch.float32)
+        torch.compile(torch.neg)(x)
+    except RuntimeError as error:
+        getLogger(__name__).warning(f"The LM head is slower on {device}, uncompiled: {str(error).splitlines()[0]}")
+        return None
+    return torch.compile(_score_and_gradient)
+
+
+def _score_and_gradient(
+    logits: Tensor, targets: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probabilities, entropies and gradient of logits [n, V]. Compiled, it holds no number of [n, V] in float32."""
+    scaled = upcast(logits) / temperature
+    exponentials = torch.empty_like(scaled)
+    logprobs, entropy, total = _score(scaled, targets, exponentials)
+    if of_logprobs is None and of_entropy is None:
+        return logprobs, entropy, None
+    grad = _gradient(of_logprobs, of_entropy, exponentials, total, entropy, targets, temperature=temperature)
+    return logprobs, entropy, grad.to(logits.dtype)
 
 
 def _score(logits: Tensor, targets: Tensor, exponentials: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,10 +316,8 @@ def _gradient(
     """Returns the gradient [n, V] with respect to the logits, before the temperature divides them.
 
     Args:
-        of_logprobs: [n], the gradient with respect to the log-probabilities; None: 0.
-        of_entropy: [n], the gradient with respect to the entropy; None: 0.
-        exponentials, total, entropy: see `_score`.
-        targets: [n], ids.
+        of_logprobs, of_entropy: [n], the gradients with respect to the two scores; None: 0.
+        exponentials, total, entropy, targets: see `_score`.
         temperature: the temperature of the softmax.
         out: a buffer [n, V] for the result, other than the exponentials; None: a new one.
     """
@@ -293,4 +329,8 @@ def _gradient(
         grad = torch.div(exponentials, total[:, None], out=out).clamp_(min=torch.finfo(total.dtype).tiny).log_()
         grad.add_(entropy[:, None]).mul_((of_entropy / temperature)[:, None]).add_(of_logprobs[:, None])
         grad.mul_(exponentials).div_(-total[:, None])
-    return grad.scatter_add_(-1, targets[:, None], of_logprobs[:, None])  # dlog p_t/dz_j = [j = t] - p_j
+    # dlog p_t/dz_j = [j = t] - p_j
+    if torch.compiler.is_compiling():  # a scatter would write the whole gradient to memory and read it again
+        columns = torch.arange(grad.shape[-1], device=grad.device)
+        return torch.where(columns == targets[:, None], grad + of_logprobs[:, None], grad)
+    return grad.scatter_add_(-1, targets[:, None], of_logprobs[:, None])
