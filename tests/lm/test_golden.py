@@ -72,6 +72,7 @@ def trainer_of(name: str, folder: str) -> Any:
         text = Dataset.from_dict({"text": TEXTS})
         return SFTTrainer(model, SFTConfig(folder, **settings), **data | {"train_dataset": text})
     if name == "reward":
+        settings["share_prompts"] = True  # dropout draws other numbers for other rows
         return RewardTrainer(tiny.scorer(dtype=torch.float64), RewardConfig(folder, **settings), **data)
     if name == "dpo":
         return DPOTrainer(model, args=DPOConfig(folder, **settings), **data)

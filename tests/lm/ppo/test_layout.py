@@ -119,6 +119,17 @@ def test_equal_queries_are_read_once():
     assert len(tokens["input_ids"]) == 3
 
 
+def test_long_answers_to_a_query_get_copies_of_it_where_attention_reads_a_mask():
+    """Of hidden size 16: four answers of 2 tokens to 12 share a row of 20, and of 40 tokens none does."""
+    trainer = TRAINERS["llama"]()
+    trainer.bare.readers["tokens"] = Layouts("packed", "tree", 16)
+    for length, shape in ((2, (1, 20)), (40, (4, 52))):
+        rows = [torch.arange(12) + 4] * 4, [torch.full((length,), 5 + i) for i in range(4)], None
+        read = tokens_read(trainer, rows)
+        assert read["input_ids"].shape == shape
+        assert ("branch" in read) == (length == 2)
+
+
 def test_inputs_that_a_subclass_prepares_are_what_the_model_reads():
     class LeftPadded(PPOTrainer):
         """Runs the same rows, padded on the left, with the first token of each query replaced."""

@@ -10,8 +10,16 @@ from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 
 from trimtab_lm.tokens.attention import tree_mask
-from trimtab_lm.tokens.forward import best_layout, score_sequences_in_forward, score_tokens_in_forward
-from trimtab_lm.tokens.layout import TokenGroup, best_fit, from_labels, lay_out, lean_width, sum_per_sequence
+from trimtab_lm.tokens.forward import best_layout, masked_size, score_sequences_in_forward, score_tokens_in_forward
+from trimtab_lm.tokens.layout import (
+    TokenGroup,
+    best_fit,
+    cheapest_split,
+    from_labels,
+    lay_out,
+    lean_width,
+    sum_per_sequence,
+)
 
 D = torch.float64
 A, B = [5, 6, 7], [8, 9]
@@ -63,6 +71,53 @@ def test_a_tree_holds_the_prefix_once():
     assert reads[6].nonzero()[:, 0].tolist() == [6]
 
 
+def of_lengths(prefix: int, branches: list[int]) -> TokenGroup:
+    return TokenGroup([4] * prefix, [[5] * length for length in branches], [[1] * length for length in branches])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "answer", "together"),
+    [
+        (64, 64, 4),  # two rows of 320 cost 773, one of 576 costs 792, eight of 128 cost 1,109
+        (64, 256, 1),  # eight rows of 320 cost 3,093, one of 2,112 costs 5,016
+        (64, 4096, 1),
+        (512, 64, 8),  # one row of 1,024 costs 1,707, two of 768 cost 2,304
+        (512, 256, 4),  # two rows of 1,536 cost 6,144, one of 2,560 costs 6,827, eight of 768 cost 9,216
+    ],
+)
+def test_so_many_answers_share_a_prompt_that_a_step_costs_least(prefix: int, answer: int, together: int):
+    """By W + W^2 / 6H for each row of W tokens, at a hidden size of 256."""
+    group = of_lengths(prefix, [answer] * 8)
+    assert [len(piece.branches) for piece in cheapest_split([group], 256)] == [together] * (8 // together)
+    batch = lay_out([group], "tree", pad_token_id=0, hidden_size=256)
+    assert batch["input_ids"].shape == (8 // together, prefix + together * answer)
+    assert ("branch" in batch) == (together > 1)  # packed rows need no mask of ours
+    whole = lay_out([group], "tree", pad_token_id=0)
+    assert whole["input_ids"].shape == (1, prefix + 8 * answer)
+    assert batch["targets"].tolist() == whole["targets"].tolist()
+    assert batch["sequence"].tolist() == whole["sequence"].tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_split_costs_no_more_than_a_row_for_each_answer_in_work_and_in_mask(seed: int):
+    numbers, hidden_size = random.Random(seed), 2 ** (5 + seed % 5)
+    groups = [
+        of_lengths(numbers.randint(1, 400), [numbers.randint(1, 400) for _ in range(numbers.randint(1, 9))])
+        for _ in range(numbers.randint(1, 5))
+    ]
+    pieces, alone = ([len(piece) for piece in split] for split in (cheapest_split(groups, hidden_size), apart(groups)))
+    work, most = (sum(lengths) * (1 + max(lengths) / (6 * hidden_size)) for lengths in (pieces, alone))
+    assert work <= most
+    assert sum(pieces) * max(pieces) <= sum(alone) * (max(alone) + 6 * hidden_size)
+
+
+def test_attention_that_skips_what_a_mask_excludes_needs_no_copies():
+    model = tiny.llama()
+    assert masked_size(model) == model.config.hidden_size
+    model.set_attn_implementation("flex_attention")
+    assert masked_size(model) is None
+
+
 def test_packed_rows_hold_documents_side_by_side():
     groups = [TokenGroup.document(A), TokenGroup.document(B), TokenGroup.document([4])]
     batch = lay_out(groups, "packed", pad_token_id=0, width=5)
@@ -96,6 +151,15 @@ def test_sums_per_sequence():
 
 
 # The model's side ------------------------------------------------------------------------------------------------
+
+
+def apart(groups: list[TokenGroup]) -> list[TokenGroup]:
+    """Returns each branch with a copy of its prefix."""
+    return [
+        TokenGroup(group.prefix, [ids], [counts])
+        for group in groups
+        for ids, counts in zip(group.branches, group.counts, strict=True)
+    ]
 
 
 def groups(count: int = 3) -> list[TokenGroup]:
@@ -147,6 +211,22 @@ def test_layouts_give_equal_scores_and_gradients(name: str):
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()) + 1e-15)
 
 
+def test_copies_of_a_prompt_give_equal_scores_and_gradients():
+    """At hidden size 4, of four answers to a prompt two share it; at 1, none do."""
+    model = tiny.exact(tiny.llama()).eval()
+    score_tokens_in_forward(model)
+    prefix, *branches = (row.tolist() for row in tiny.rows(5, 6, 6, seed=0))
+    group = TokenGroup(prefix[:3], branches, [[1] * 6] * 4)
+    expected, expected_grads = weighed(model, lay_out([group], "padded", pad_token_id=0))
+    for hidden_size, rows in ((100, 1), (4, 2), (1, 4)):
+        batch = lay_out([group], "tree", pad_token_id=0, hidden_size=hidden_size)
+        assert len(batch["input_ids"]) == rows
+        columns, grads = weighed(model, batch)
+        torch.testing.assert_close(columns, expected, rtol=1e-9, atol=1e-9)
+        for one, other in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()) + 1e-15)
+
+
 def test_eager_attention_takes_the_same_masks():
     model = tiny.gpt2().eval()
     score_tokens_in_forward(model)
@@ -164,13 +244,8 @@ def test_an_encoder_reads_a_shared_prefix_once(name: str):
     rows: list[int] = []
     encoder = model.get_encoder() if name == "t5" else model.get_base_model().get_encoder()
     encoder.register_forward_hook(lambda _, __, output: rows.append(len(output.last_hidden_state)))
-    alone = [
-        TokenGroup(group.prefix, [ids], [counts])
-        for group in groups()
-        for ids, counts in zip(group.branches, group.counts, strict=True)
-    ]
     ids = {"pad_token_id": 0, "decoder_start_token_id": 0}
-    expected, expected_grads = weighed(model, lay_out(alone, "encoder-decoder", **ids))
+    expected, expected_grads = weighed(model, lay_out(apart(groups()), "encoder-decoder", **ids))
     columns, grads = weighed(model, lay_out(groups(), "encoder-decoder", **ids))
     assert rows == [9, 3]
     torch.testing.assert_close(columns, expected, rtol=1e-9, atol=1e-9)

@@ -27,20 +27,22 @@ REFERENCE_DTYPE = torch.float32 if torch.backends.mps.is_available() else torch.
 class PreferencePairCollator:
     """Pairs in as few positions as the model allows, chosen answers before rejected: see `tokens.layout.lay_out`.
 
-    layout: "padded" works for every decoder; the trainer sets the leanest one. decoder_start_token_id: for
-    "encoder-decoder".
+    layout: "padded" works for every decoder; the trainer sets the leanest one. hidden_size: see `lay_out`.
+    decoder_start_token_id: for "encoder-decoder".
     """
 
     pad_token_id: int
     label_pad_token_id: int = -100
     layout: Layout = "padded"
     decoder_start_token_id: int | None = None
+    hidden_size: int | None = None
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         batch = lay_out(
             [self._group(row) for row in rows],
             self.layout,
             pad_token_id=self.pad_token_id,
+            hidden_size=self.hidden_size,
             decoder_start_token_id=self.decoder_start_token_id,
         )
         if not bool(batch["lengths"].all()):

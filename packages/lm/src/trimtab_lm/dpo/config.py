@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trimtab_common.config import Count, CountFromZero, check_ranges, setting
 from trimtab_lm.data.truncation import check_mode
-from trimtab_lm.hf.config import TrainerConfig
+from trimtab_lm.hf.config import SHARE_PROMPTS, TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.legacy.translations import DPO_ARGUMENTS
 
@@ -41,6 +41,7 @@ class DPOConfig(TrainerConfig):
     reference_free: bool = setting(
         "Measure against a reference that gives all answers the same probability; no reference model.", default=False
     )
+    share_prompts: bool | None = setting(SHARE_PROMPTS, default=None)
     disable_dropout: bool = setting("Train without dropout. The reference has none in any case.", default=True)
 
     max_length: int | None = setting(

@@ -19,7 +19,7 @@ from trimtab_lm.hf.adapter import (
     TrainerAdapter,
     TrainerOptions,
     dropout_off,
-    is_noisy,
+    layout_of,
 )
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Trial, Use
@@ -27,7 +27,7 @@ from trimtab_lm.interface import Model, Processor, decoder_start_of
 from trimtab_lm.legacy.arguments import DPO, takes_constructor_of_2024
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.tokens.dropout import without_dropout
-from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
+from trimtab_lm.tokens.forward import score_tokens_in_forward
 from trimtab_lm.tokens.positions import Positions
 
 from .algorithm import compare, losses_and_rewards, score
@@ -115,9 +115,10 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         self.is_encoder_decoder = check_kind(self.model, self.config)
         self.positions, self.decoder_start_token_id = Positions.of(self.model), decoder_start_of(self.model)
         if data_collator is None:
-            layout = best_layout(self.model, share_prefix=True, is_noisy=is_noisy(self))
-            marker = args.label_pad_token_id
-            self.data_collator = PreferencePairCollator(self.padding_value, marker, layout, self.decoder_start_token_id)
+            ids = {"pad_token_id": self.padding_value, "decoder_start_token_id": self.decoder_start_token_id}
+            self.data_collator = PreferencePairCollator(
+                label_pad_token_id=args.label_pad_token_id, **ids, **layout_of(self)
+            )
         self.datasets = Datasets(self)
         self.datasets.update()
 

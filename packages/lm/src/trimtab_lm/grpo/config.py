@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from trimtab_common.config import Count, NotNegative, Positive, setting
 from trimtab_common.time_limit import REWARD_TIMEOUT
-from trimtab_lm.hf.config import TrainerConfig
+from trimtab_lm.hf.config import SHARE_PROMPTS, TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.legacy.translations import GRPO_ARGUMENTS
 from trimtab_lm.sampling.backends import BACKENDS
@@ -92,6 +92,7 @@ class GRPOConfig(TrainerConfig):
     reward_weights: list[float] | None = setting("Weights of the rewards, the environment last.", default=None)
     reward_names: list[str] | None = setting("Names of the reward functions in logs. None: their own.", default=None)
     mask_truncated_completions: bool = setting("Leave unended completions out of loss and baseline.", default=False)
+    share_prompts: bool | None = setting(SHARE_PROMPTS, default=None)
     disable_dropout: bool = setting("Train without dropout, as completions are sampled.", default=True)
 
     chat_template_kwargs: dict[str, object] | None = setting("Arguments of the chat template.", default=None)

@@ -22,7 +22,7 @@ from trimtab_lm.hf.adapter import (
     DataOptions,
     TrainerAdapter,
     TrainerOptions,
-    is_noisy,
+    layout_of,
     num_averaged,
     prepare_datasets,
     real_rows,
@@ -35,7 +35,7 @@ from trimtab_lm.legacy.arguments import takes_constructor_of_2024
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.rewards.functions import Rewards, Tokenizers
 from trimtab_lm.sampling.rollout import RolloutBackend, padding_id
-from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
+from trimtab_lm.tokens.forward import score_tokens_in_forward
 from trimtab_lm.tokens.layout import lay_out
 
 from .algorithm import policy_loss
@@ -100,9 +100,9 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         rewards = reward_set_of(reward_funcs, args, reward_processing_classes, self.backend)
         self.sampler = GroupSampler(self, rewards, has_own_limit=rollout is not None)
         require_eos(self.tokenizer)
-        self.lay_out = partial(
+        self.lay_out: Callable[..., Batch] = partial(
             lay_out,
-            layout=best_layout(self.model, share_prefix=True, is_noisy=is_noisy(self)),
+            **layout_of(self),
             pad_token_id=padding_id(self.tokenizer),  # padding is masked by its place, so it may be EOS
             decoder_start_token_id=decoder_start_of(self.model),
         )

@@ -18,6 +18,7 @@ from trimtab_common.sharding import full_state_dicts, reshard
 from trimtab_lm.data.media import check_features, check_row
 from trimtab_lm.interface import Model, Processor, check_generation_config, tokenizer_of
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
+from trimtab_lm.tokens.forward import best_layout, masked_size
 
 from .callback import AdapterCallback
 from .checkpoints import Checkpoints, make_output_dir
@@ -307,6 +308,14 @@ def is_noisy(trainer: AnyTrainer) -> bool:
     """Whether training adds noise to the model's layers: dropout, or NEFTune."""
     has_neftune = trainer.config.neftune_noise_alpha is not None
     return has_neftune or (has_dropout(trainer.model) and not trainer.trains_without_dropout)
+
+
+def layout_of(trainer: AnyTrainer) -> dict[str, Any]:
+    """The `layout` and `hidden_size` of `lay_out` for a prompt's answers, which may share it: `share_prompts`."""
+    shares, noisy = trainer.config.share_prompts, is_noisy(trainer)
+    # A single row shares prompts in any case.
+    layout = best_layout(trainer.model, share_prefix=shares is not False, is_noisy=noisy or shares is False)
+    return {"layout": layout, "hidden_size": masked_size(trainer.model) if shares is None else None}
 
 
 def total(trainer: AnyTrainer, counts: Iterable[Tensor | int], *, of_all_processes: bool = True) -> Tensor:

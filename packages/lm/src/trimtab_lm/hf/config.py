@@ -18,6 +18,13 @@ _FIELDS = TrainingArguments.__dataclass_fields__
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
 
 
+SHARE_PROMPTS = (
+    "Whether one copy of a prompt serves all its answers in a model's rows. None: as many answers as make the least "
+    "work, by their lengths."
+)
+"""The help text of the setting `share_prompts`."""
+
+
 @dataclass
 class TrainerConfig(TrainingArguments):
     """transformers' TrainingArguments, and what every trainer of `TrainerAdapter` adds to them."""

@@ -194,7 +194,8 @@ def score(
     device, (filler, start), tokens = next(reader.parameters()).device, padding, {}
     for name, layouts in reader.readers.items():
         layout = layouts.apart if len(groups) == len(queries) else layouts.shared
-        columns = lay_out(pieces, layout, pad_token_id=filler, decoder_start_token_id=start, is_lean=True)
+        sizes = {"hidden_size": layouts.hidden_size, "decoder_start_token_id": start}
+        columns = lay_out(pieces, layout, pad_token_id=filler, is_lean=True, **sizes)
         tokens[name] = dict(zip(columns, moved([*columns.values()], device), strict=True))
     outputs = run(**tokens, **options)
 

@@ -18,7 +18,7 @@ from trimtab_lm.compat.models import undivided
 from trimtab_lm.interface import Model, base_of, trunk_of
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.models.value_head import PreTrainedModelWrapper, ValueHead
-from trimtab_lm.tokens.forward import best_layout
+from trimtab_lm.tokens.forward import best_layout, masked_size
 from trimtab_lm.tokens.inputs import TokenReader
 from trimtab_lm.tokens.layout import Layout
 from trimtab_lm.tokens.logprobs import LanguageHead, last_hidden_state, lm_head_of, state_width, without_logits
@@ -27,16 +27,21 @@ from trimtab_lm.tokens.router import refuse_router_loss
 
 
 class Layouts(NamedTuple):
-    """The layouts of a model's inputs: `apart` if no query repeats, `shared` if equal queries share one prefix."""
+    """The layouts of a model's inputs: `apart` if no query repeats, `shared` if equal queries share one prefix.
+
+    hidden_size: see `lay_out`.
+    """
 
     apart: Layout
     shared: Layout
+    hidden_size: int | None = None
 
     @classmethod
     def of(cls, model: Model) -> "Layouts":
         """The layouts with the fewest positions that give the model's own outputs; see `best_layout`."""
         apart = best_layout(model, share_prefix=False)
-        return cls(apart, best_layout(model, share_prefix=True) if apart == "packed" else apart)
+        shared = best_layout(model, share_prefix=True) if apart == "packed" else apart
+        return cls(apart, shared, masked_size(model))
 
 
 class Critic(nn.Module):

@@ -28,11 +28,13 @@ class PairCollator:
 
     pad_token_id: int
     layout: Layout = "padded"
+    hidden_size: int | None = None
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         pairs = [[real_tokens(row, side) for side in SIDES] for row in rows]
         groups = [TokenGroup.of_sequences(pair, [[0] * len(ids) for ids in pair]) for pair in pairs]
-        return lay_out(groups, self.layout, pad_token_id=self.pad_token_id) | _margins(rows)
+        batch = lay_out(groups, self.layout, pad_token_id=self.pad_token_id, hidden_size=self.hidden_size)
+        return batch | _margins(rows)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimtab_common.config import setting
-from trimtab_lm.hf.config import TrainerConfig
+from trimtab_lm.hf.config import SHARE_PROMPTS, TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.legacy.translations import REWARD_ARGUMENTS
 
@@ -43,6 +43,7 @@ class RewardConfig(TrainerConfig):
         "bias to 0 (Huang et al. 2024, arXiv:2403.17031, detail 15).",
         default=False,
     )
+    share_prompts: bool | None = setting(SHARE_PROMPTS, default=None)
     disable_dropout: bool = setting("Train without dropout.", default=False)
     num_eval_samples: int = setting(
         "Pairs, from the first of the main process, in the table of texts and scores that each evaluation gives to "

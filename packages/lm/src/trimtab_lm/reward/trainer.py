@@ -18,7 +18,7 @@ from trimtab_lm.hf.adapter import (
     DataOptions,
     TrainerAdapter,
     TrainerOptions,
-    is_noisy,
+    layout_of,
     prepare_datasets,
 )
 from trimtab_lm.hf.models import load_language_model, with_adapters
@@ -26,7 +26,7 @@ from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, O
 from trimtab_lm.interface import Model, Processor, base_of
 from trimtab_lm.legacy.arguments import REWARD, takes_constructor_of_2024
 from trimtab_lm.tokens.dropout import without_dropout
-from trimtab_lm.tokens.forward import best_layout, score_sequences_in_forward
+from trimtab_lm.tokens.forward import score_sequences_in_forward
 from trimtab_lm.tokens.positions import Positions
 
 from .algorithm import compare, score
@@ -96,8 +96,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         scorer = load_language_model(model, args.model_init_kwargs, AutoModelForSequenceClassification, num_labels=1)
         super().__init__(scorer, args, processing_class, model_init, peft_config, data=data, **hooks)
         if data_collator is None and self.scores_in_forward:
-            layout = best_layout(self.model, share_prefix=True, is_noisy=is_noisy(self))
-            self.data_collator = PairCollator(self.tokenizer.pad_token_id, layout)
+            self.data_collator = PairCollator(self.tokenizer.pad_token_id, **layout_of(self))
         elif data_collator is None:
             self.data_collator = RewardDataCollatorWithPadding(self.tokenizer)
         prepare_datasets(self)

@@ -150,7 +150,7 @@ def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> 
                 candidates.insert(0, "row")
         with whole_weights(base):  # DeepSpeed divides weights as they are loaded
             for layout in candidates:
-                if _agrees(base, layout):
+                if _agrees(base, layout) and (layout != "tree" or _agrees(base, "packed")):  # see `cheapest_split`
                     return layout
     warnings.warn(
         f"{type(base).__name__}: {reason}, so each sequence gets a separate padded row. The results are right, but "
@@ -159,6 +159,11 @@ def best_layout(model: Model, *, share_prefix: bool, is_noisy: bool = False) -> 
         stacklevel=3,
     )
     return "padded"
+
+
+def masked_size(model: Model) -> int | None:
+    """Returns the `hidden_size` of `lay_out`; None for attention that skips what a tree's mask excludes."""
+    return None if attention_of(base_of(model)) == "flex_attention" else decoder_config(model).hidden_size
 
 
 @torch.no_grad()

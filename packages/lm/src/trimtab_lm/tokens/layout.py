@@ -3,7 +3,8 @@
 A `TokenGroup` is a prefix and the branches that continue it: a document (no prefix, one branch), a preference pair (a
 prompt, two answers), a rollout group (a prompt, G responses). `lay_out` puts groups into rows in one of five ways:
 
-- tree: a row holds the prefix once and then its branches, which do not attend to each other (a 4-D attention mask);
+- tree: a row holds the prefix once and then its branches, which do not attend to each other (a 4-D attention mask). The
+  mask grows with the squared width, so that long branches are cheaper with copies of the prefix (`cheapest_split`);
 - row: a tree in a single row without padding, for attention that runs group by group (`attention.GroupMask`);
 - packed: each branch has a copy of its prefix, and rows are filled best-fit. Position ids start again at 0 with each
   copy and there is no attention mask: transformers then makes a block-diagonal one, or calls a varlen kernel;
@@ -45,6 +46,10 @@ class TokenGroup:
     prefix: Sequence[int]
     branches: Sequence[Sequence[int]]
     counts: Sequence[Sequence[int]]
+
+    def __len__(self) -> int:
+        """Returns the tokens of the prefix and of all branches."""
+        return len(self.prefix) + sum(map(len, self.branches))
 
     @classmethod
     def document(cls, ids: Sequence[int], counts: Sequence[int] | None = None) -> "TokenGroup":
@@ -112,6 +117,31 @@ def lean_width(lengths: Sequence[int]) -> int:
     return min(widths, key=lambda width: (width * len(best_fit(lengths, width)), width))
 
 
+def split(groups: Sequence[TokenGroup], most: int) -> list[TokenGroup]:
+    """Splits groups into groups of at most so many branches, each with a copy of its prefix."""
+    return [
+        TokenGroup(group.prefix, group.branches[i : i + most], group.counts[i : i + most])
+        for group in groups
+        for i in range(0, len(group.branches), most)
+    ]
+
+
+def cheapest_split(groups: Sequence[TokenGroup], hidden_size: int) -> list[TokenGroup]:
+    """Splits groups so that a model computes least on the rows of a tree, where attention reads a whole mask.
+
+    A layer of hidden size H has about 12 H^2 weights, so W positions take 24 H^2 W operations, and attention between
+    all of them takes 4 H W^2: the cost is proportional to W + W^2 / 6H. The widest group sets the width of all rows.
+    The mask then exceeds that of packed rows by at most 6H numbers for each of their positions.
+    """
+
+    def cost(pieces: Sequence[TokenGroup]) -> float:
+        lengths = [*map(len, pieces)]
+        return sum(lengths) * (1 + max(lengths) / (6 * hidden_size))
+
+    most = max(len(group.branches) for group in groups)
+    return min((split(groups, most >> halvings) for halvings in range(most.bit_length())), key=cost)
+
+
 def lay_out(
     groups: Sequence[TokenGroup],
     layout: Layout,
@@ -119,6 +149,7 @@ def lay_out(
     pad_token_id: int,
     width: int | None = None,
     is_lean: bool = False,
+    hidden_size: int | None = None,
     decoder_start_token_id: int | None = None,
 ) -> dict[str, Tensor]:
     """Lays groups out as the inputs of a model, in R rows of W positions.
@@ -130,6 +161,8 @@ def lay_out(
         width: the least W for tree and packed. Default: the longest piece (a group, or a branch with its prefix). A row
             is as wide as all groups.
         is_lean: whether tree and packed get the `lean_width` of their pieces.
+        hidden_size: the model's. A tree's groups are then split by `cheapest_split`, and packed where each gets a
+            single branch. None: they stay whole.
         decoder_start_token_id: what the decoder reads first; needed for encoder-decoder alone.
 
     Returns:
@@ -148,15 +181,13 @@ def lay_out(
     """
     if layout == "encoder-decoder":
         return _encoder_decoder(groups, pad_token_id, decoder_start_token_id)
-    is_tree = layout in ("tree", "row")
     pieces = groups
-    if not is_tree:  # each branch with a copy of the prefix
-        pieces = [
-            TokenGroup(group.prefix, [ids], [counts])
-            for group in groups
-            for ids, counts in zip(group.branches, group.counts, strict=True)
-        ]
-    lengths = [len(piece.prefix) + sum(map(len, piece.branches)) for piece in pieces]
+    if layout in ("packed", "padded"):
+        pieces = split(groups, 1)
+    elif layout == "tree" and hidden_size is not None:
+        pieces = cheapest_split(groups, hidden_size)
+        layout = "tree" if any(len(piece.branches) > 1 for piece in pieces) else "packed"
+    lengths = [*map(len, pieces)]
     if is_lean and layout in ("tree", "packed"):
         width = lean_width(lengths)
     width = max(sum(lengths), 1) if layout == "row" else max([*lengths, width or 1])
@@ -191,7 +222,7 @@ def lay_out(
         inputs |= {"attention_mask": (document >= 0).astype(np.int64)}
     else:
         inputs |= {"position_ids": positions}
-    if is_tree:
+    if layout in ("tree", "row"):
         inputs |= {"document": document, "branch": branch}
     return _with_tokens(inputs, branches)
 
