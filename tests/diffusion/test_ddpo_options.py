@@ -39,9 +39,10 @@ def assert_same(ddpo: DDPOTrainer, plain: DDPOTrainer, rtol: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # inductor compiles for long
-@pytest.mark.parametrize(("kind", "backend"), [("flux", "inductor"), ("sd3", "aot_eager")])
+@pytest.mark.parametrize(("kind", "backend"), [("flux", "inductor"), ("unet", "inductor"), ("sd3", "aot_eager")])
 def test_compiled_blocks_make_the_same_update(kind: str, backend: str, tmp_path: Path):
-    build, call = (modern.flux, FLUX) if kind == "flux" else (tiny.stable_diffusion_3, {})
+    builders = {"flux": modern.flux, "unet": tiny.stable_diffusion, "sd3": tiny.stable_diffusion_3}
+    build, call = builders[kind], FLUX if kind == "flux" else {}
     plain = after_an_update(tmp_path, build(), call, train_learning_rate=1e-4)
     torch._dynamo.reset()
     counters.clear()
