@@ -31,3 +31,9 @@ def test_long_answers_get_copies_of_their_prompt_and_no_large_mask():
     chosen, shared, apart = (most_bytes(share_prompts=shares) for shares in (None, True, False))
     assert chosen == apart
     assert chosen < 0.7 * shared
+
+
+def test_a_group_in_parts_needs_less_memory():
+    peaks = [most_bytes(group_parts=parts, gradient_accumulation_steps=parts) for parts in (1, 2, 4)]
+    assert peaks[1] < 0.6 * peaks[0]
+    assert peaks[2] < 0.35 * peaks[0]

@@ -8,10 +8,11 @@ from datasets import Dataset, IterableDataset
 from tests.lm import tiny
 
 from trimtab_lm.data.prompts import PROMPT_IDS, tokenize_prompts
-from trimtab_lm.grpo.batches import PromptBatches, PromptLoader, RolloutBuffer
+from trimtab_lm.grpo import GRPOConfig
+from trimtab_lm.grpo.batches import PromptBatches, RolloutBuffer, prompt_loader
 from trimtab_lm.grpo.rollout import everyones_advantages, rollout_of
 from trimtab_lm.sampling.rollout import Rollout as Sampled
-from trimtab_lm.tokens.layout import lay_out
+from trimtab_lm.tokens.layout import lay_out, split
 
 DECODER = {"is_encoder_decoder": False, "needed_for": "GRPO"}
 
@@ -91,12 +92,13 @@ def test_no_prompts_are_refused():
 
 def test_the_loader_gives_whole_rows_and_leaves_the_random_numbers_alone():
     rows = Dataset.from_dict({"prompt": [str(i) for i in range(23)], "answer": list(range(23))})
-    loader = PromptLoader(rows, batches())
+    config = GRPOConfig("out", use_cpu=True, seed=0, steps_per_generation=2, num_iterations=3, report_to="none")
+    loader = prompt_loader(rows, config, prompts_per_step=4)
     before = torch.get_rng_state()
     drawn = list(loader)
     assert torch.equal(torch.get_rng_state(), before)
-    assert [[row["answer"] for row in batch] for batch in drawn] == list(batches())
-    assert len(loader) == 6
+    assert [[row["answer"] for row in batch] for batch in drawn] == list(batches(repeats=6))
+    assert len(loader) == 12
     loader.set_epoch(1)
     assert [row["answer"] for row in next(iter(loader))] != [row["answer"] for row in drawn[0]]
 
@@ -217,6 +219,18 @@ def test_each_pass_takes_each_prompt_once_and_later_ones_in_orders_of_their_own(
     assert orders[1] != orders[0] != orders[2] != orders[1]
     assert not buffer.serves(6)
     assert taken(filled(), 6) == [order[i : i + 3] for order in orders for i in (0, 3)]
+
+
+def test_the_parts_of_a_group_stay_together_in_every_pass():
+    """Two prompts with three completions each: a step has three micro-batches of one completion, and one prompt."""
+    buffer, whole = RolloutBuffer(micro_batches=6, passes=8, parts=3), rollout(1, 2)
+    buffer.fill(replace(whole, groups=split(whole.groups, 1)), seed=5)
+    assert buffer.serves(2)
+    assert not buffer.serves(6)
+    steps = [[float(part.advantages) for part in buffer.take(3)] for _ in range(16)]
+    assert [*map(tuple, steps[:2])] == [(10, 11, 12), (20, 21, 22)]
+    assert {*map(tuple, steps)} == {(10, 11, 12), (20, 21, 22)}
+    assert steps[::2] != steps[:1] * 8  # the order of prompts changes
 
 
 def test_a_buffer_goes_on_from_its_state(tmp_path):

@@ -27,6 +27,13 @@ def test_the_names_that_users_know_have_the_papers_defaults():
     assert config(epsilon_high=0.28, delta=2.0).clip == {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 2.0}
 
 
+@pytest.mark.parametrize(("parts", "accumulation"), [(3, 3), (2, 1), (8, 4)])
+def test_a_step_has_whole_groups(parts, accumulation):
+    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation}
+    with pytest.raises(ValueError, match=f"group_parts={parts} must divide num_generations=8, and {accumulation}"):
+        config(group_parts=parts, **sizes)
+
+
 def test_sampling_settings_reach_the_sampler():
     chosen = {
         "max_completion_length": 7,

@@ -14,7 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 from tests.lm.grpo.run_distributed import Fixed, Scripted, prompts, trainer, vowels
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, TrainerCallback
 
 from trimtab_lm.grpo.rollout import rollout_of
 from trimtab_lm.sampling.backends import TransformersRollout
@@ -97,6 +97,51 @@ def test_one_call_of_generation_serves_all_steps(make):
     grpo.train()
     assert grpo.backend.calls == [8, 8]
     assert grpo.state.global_step == 12
+
+
+class Recorded(TrainerCallback):
+    """Keeps the weights after each step, and how many completions each forward pass reads."""
+
+    def __init__(self):
+        self.weights, self.completions = [], []
+
+    def on_train_begin(self, args, state, control, model, **_):
+        model.register_forward_pre_hook(
+            lambda _, __, kwargs: self.completions.append(len(kwargs["tokens"]["lengths"])), with_kwargs=True
+        )
+
+    def on_step_end(self, args, state, control, model, **_):
+        self.weights.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+def test_micro_batches_of_less_than_a_group_change_no_step(loss_type, make):
+    """Two prompts with four completions each, in one micro-batch, in one for each pair, and in one for each."""
+    settings = {
+        "loss_type": loss_type,
+        "num_generations": 4,
+        "mask_truncated_completions": True,
+        "importance_sampling_level": "sequence",
+        "beta": 0.1,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "max_steps": 4,
+        "train_dataset": prompts(4),
+        "optim": "sgd",
+    }
+    runs = []
+    for parts in (1, 2, 4):
+        record = Recorded()
+        batch, accumulation = (2, 1) if parts == 1 else (1, 2 * parts)
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        grpo = make(MODELS["gpt2"](), **settings, **sizes, group_parts=parts, callbacks=[record])
+        grpo.train()
+        assert grpo.backend.calls == [4]
+        assert set(record.completions) == {8 if parts == 1 else 4 // parts}
+        runs.append(torch.stack(record.weights))
+    assert (runs[0][1:] - runs[0][:-1]).abs().amax(1).min() > 1e-4  # every step moves the weights
+    for other in runs[1:]:
+        torch.testing.assert_close(other, runs[0], rtol=1e-9, atol=1e-9)
 
 
 def test_epochs_are_counted_in_passes_over_the_prompts(make):

@@ -77,79 +77,76 @@ class PromptBatches(Sampler[list[int]]):
         return torch.randperm(self.rows, generator=generator).tolist()
 
 
-class PromptLoader(DataLoader[Row]):
-    """A data loader over a `PromptBatches`, which accelerate must not divide among processes again."""
+def prompt_loader(rows: Dataset | None, config: GRPOConfig, *, prompts_per_step: int) -> DataLoader[Row]:
+    """Returns a data loader of the prompts of each generation call, once for each micro-batch that the call serves.
 
-    def __init__(self, rows: Dataset, batches: PromptBatches, **options: Any):
-        # A generator of its own: starting an epoch must not move the random numbers of training.
-        generator, dataset = torch.Generator(), cast(torch.utils.data.Dataset[Row], rows)  # which it is, but in name
-        super().__init__(dataset, batch_sampler=batches, collate_fn=list, generator=generator, **options)
-        self.set_epoch = batches.set_epoch
+    Each process reads its own rows, so accelerate must not divide them again.
 
-    @classmethod
-    def of_process(cls, rows: Dataset | None, config: GRPOConfig, *, prompts_per_step: int) -> "PromptLoader":
-        """Yields the prompts of one generation call, once for each micro-batch that the call serves.
-
-        Args:
-            rows: the training set; None is refused.
-            config: the trainer's config.
-            prompts_per_step: prompts in an optimizer step, on this process.
-        """
-        if rows is None:
-            raise ValueError("GRPOTrainer: training requires a train_dataset.")
-        micro_batches = config.gradient_accumulation_steps * config.steps_per_generation
-        batches = PromptBatches(
-            len(rows),
-            prompts_per_step=prompts_per_step,
-            steps=config.steps_per_generation,
-            repeats=micro_batches * config.num_iterations,
-            seed=config.seed if config.data_seed is None else config.data_seed,
-            rank=config.process_index,
-            world_size=config.world_size,
-            shuffle=config.shuffle_dataset and config.train_sampling_strategy == "random",
-            looks_ahead=config.asynchronous_rollouts,
-        )
-        return cls(
-            rows,
-            batches,
-            num_workers=config.dataloader_num_workers,
-            persistent_workers=config.dataloader_persistent_workers,
-            prefetch_factor=config.dataloader_prefetch_factor,
-            multiprocessing_context=config.dataloader_multiprocessing_context,
-            in_order=config.dataloader_in_order,
-        )
+    Args:
+        rows: the training set; None is refused.
+        config: the trainer's config.
+        prompts_per_step: prompts in an optimizer step, on this process.
+    """
+    if rows is None:
+        raise ValueError("GRPOTrainer: training requires a train_dataset.")
+    micro_batches = config.gradient_accumulation_steps * config.steps_per_generation
+    batches = PromptBatches(
+        len(rows),
+        prompts_per_step=prompts_per_step,
+        steps=config.steps_per_generation,
+        repeats=micro_batches * config.num_iterations,
+        seed=config.seed if config.data_seed is None else config.data_seed,
+        rank=config.process_index,
+        world_size=config.world_size,
+        shuffle=config.shuffle_dataset and config.train_sampling_strategy == "random",
+        looks_ahead=config.asynchronous_rollouts,
+    )
+    loader = DataLoader(
+        cast(torch.utils.data.Dataset[Row], rows),  # which it is, but in name
+        batch_sampler=batches,
+        collate_fn=list,
+        generator=torch.Generator(),  # starting an epoch must not move the random numbers of training
+        num_workers=config.dataloader_num_workers,
+        persistent_workers=config.dataloader_persistent_workers,
+        prefetch_factor=config.dataloader_prefetch_factor,
+        multiprocessing_context=config.dataloader_multiprocessing_context,
+        in_order=config.dataloader_in_order,
+    )
+    loader.set_epoch = batches.set_epoch
+    return loader
 
 
 class RolloutBuffer:
     """Splits the rollout of one generation call into micro-batches: each prompt once per pass.
 
     micro_batches: in each pass. The first pass takes the prompts in order, later ones in orders fixed by the seed.
+    parts: groups of a rollout that have one prompt and stay together.
     """
 
-    def __init__(self, *, micro_batches: int, passes: int):
-        self.micro_batches, self.passes = micro_batches, passes
+    def __init__(self, *, micro_batches: int, passes: int, parts: int = 1):
+        self.micro_batches, self.passes, self.parts = micro_batches, passes, parts
         self.rollout: Completions | None = None
         self.seed, self.used = 0, micro_batches * passes
 
     def serves(self, prompts: int) -> bool:
         """Whether micro-batches are left of a rollout with this many prompts."""
         is_used_up = self.used == self.micro_batches * self.passes
-        return self.rollout is not None and not is_used_up and len(self.rollout.groups) == prompts
+        return self.rollout is not None and not is_used_up and len(self.rollout.groups) == prompts * self.parts
 
     def fill(self, rollout: Completions, *, seed: int) -> None:
-        """The next rollout; its prompts are a multiple of `micro_batches`."""
+        """The next rollout; its groups are a multiple of `micro_batches`."""
         self.rollout, self.seed, self.used = rollout, seed, 0
 
     def take(self, count: int) -> list[Completions]:
         """The micro-batches of the next optimizer step, in which the policy moves: see `Completions.after_update`."""
         assert self.rollout is not None
-        parts, prompts = [], len(self.rollout.groups)
+        parts, groups = [], torch.arange(len(self.rollout.groups)).view(-1, self.parts)
         for number in range(self.used, self.used + count):
             this_pass, place = divmod(number, self.micro_batches)
-            order = torch.arange(prompts)
+            order = groups
             if this_pass:
                 generator = torch.Generator().manual_seed(sampling_seed(self.seed, rank=0, draw=this_pass))
-                order = torch.randperm(prompts, generator=generator)
+                order = groups[torch.randperm(len(groups), generator=generator)]
             parts.append(self.rollout[order.view(self.micro_batches, -1)[place].tolist()])
         self.used += count
         self.rollout = self.rollout.after_update()

@@ -21,7 +21,8 @@ class GRPOConfig(TrainerConfig):
 
     per_device_train_batch_size counts prompts, each with num_generations completions, so that a group never leaves its
     process. One call of generation takes per_device_train_batch_size x gradient_accumulation_steps x
-    steps_per_generation prompts on each process.
+    steps_per_generation prompts on each process. With group_parts, per_device_train_batch_size counts parts of groups,
+    and the prompts are fewer in proportion.
     """
 
     learning_rate: float = setting("Peak learning rate of the optimizer.", default=1e-6)
@@ -29,6 +30,11 @@ class GRPOConfig(TrainerConfig):
     remove_unused_columns: bool = setting("Always False in effect: reward functions read the columns.", default=False)
 
     num_generations: int = setting("Completions of each prompt, which are compared with one another.", default=8)
+    group_parts: Count = setting(
+        "Parts into which the completions of a prompt are divided for the updates, so that a micro-batch may hold less "
+        "than a group. The loss and its gradient stay the same.",
+        default=1,
+    )
     max_completion_length: Count = setting("Tokens of a completion at most.", default=256)
     max_prompt_length: Count | None = setting(
         "Longest prompt, in tokens. Longer prompts lose their beginning, with a warning. None: no limit.", default=None
@@ -161,6 +167,12 @@ class GRPOConfig(TrainerConfig):
             raise ValueError(
                 f"num_generations={self.num_generations}: a completion is measured against the others of its prompt, "
                 "so that there must be 2 or more."
+            )
+        parts, in_step = self.group_parts, self.per_device_train_batch_size * self.gradient_accumulation_steps
+        if self.num_generations % parts or in_step % parts:
+            raise ValueError(
+                f"group_parts={parts} must divide num_generations={self.num_generations}, and {in_step}, the product "
+                "of per_device_train_batch_size and gradient_accumulation_steps: an optimizer step has whole groups."
             )
         high = self.clip["epsilon_high"]
         if self.delta is not None and self.delta <= 1 + high:

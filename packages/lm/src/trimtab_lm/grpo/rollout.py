@@ -24,7 +24,7 @@ from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import response_texts
 from trimtab_lm.sampling.rollout import Rollout, RolloutBackend, roll_out, takes_rows
 from trimtab_lm.tokens.dropout import without_dropout
-from trimtab_lm.tokens.layout import TokenGroup
+from trimtab_lm.tokens.layout import TokenGroup, split
 from trimtab_lm.tokens.positions import Positions
 from trimtab_lm.tokens.scores import TokenScores
 
@@ -98,7 +98,7 @@ class GroupSampler:
             size, seed = args.num_generations, self.seed_of(draw=step + updates)
             trainer.backend.begin_step(step, upcoming, num_generations=size, seed=seed)
         self.version += 1
-        size = len(rows) // (args.gradient_accumulation_steps * args.steps_per_generation)
+        size = len(rows) * args.group_parts // (args.gradient_accumulation_steps * args.steps_per_generation)
         return self.roll_out(rows, draw=step, updates=updates, size=size)
 
     @contextmanager
@@ -118,11 +118,12 @@ class GroupSampler:
             rows: the prompts.
             draw: its number; in training the number of optimizer steps so far.
             updates: on this rollout; 0 in an evaluation.
-            size: prompts that the policy and the reference read at a time.
+            size: groups that the policy and the reference read at a time.
             real_rows: see `sample`.
 
         Returns:
-            The rollout with log-probabilities of the policy before the updates and of the reference.
+            The rollout with log-probabilities of the policy before the updates and of the reference; in training its
+            groups are the `group_parts` of the sampled ones.
         """
         trainer, training = self.trainer, updates > 0
         scored = self.sample(rows, seed=self.seed_of(draw=draw), real_rows=real_rows)
@@ -133,8 +134,11 @@ class GroupSampler:
         trainer.samples.add(scored, training=training)
         if training:
             trainer.progress.num_tokens += sum(gather_over_ranks(scored.num_tokens))
-        old_logprobs = partial(self.old_logprobs, size=size)
-        rollout = with_old_logprobs(scored.rollout, old_logprobs, self.config, updates=updates)
+        rollout, old_logprobs = scored.rollout, partial(self.old_logprobs, size=size)
+        if training:
+            most = self.config.num_generations // self.config.group_parts
+            rollout = replace(rollout, groups=split(rollout.groups, most))
+        rollout = with_old_logprobs(rollout, old_logprobs, self.config, updates=updates)
         return self.with_reference(rollout, size=size)
 
     def sample(self, rows: Sequence[Row], *, seed: int, real_rows: int | None = None) -> ScoredRollout:
@@ -188,14 +192,14 @@ class GroupSampler:
         return self.rewards(prompts, completions, ids, columns, environment_rewards=totals)
 
     def old_logprobs(self, rollout: Completions, *, size: int) -> Tensor:
-        """Log-probabilities [N] under the policy as it is wrapped, of `size` prompts at a time."""
+        """Log-probabilities [N] under the policy as it is wrapped, of `size` groups at a time."""
         scores = self._score(rollout, self.trainer.model_wrapped, size=size)
         for one in scores if self.config.samples_tell_surprise else []:
             self.trainer.recorder.add({SURPRISE: Surprise.of_tokens(one.logprobs, one.entropy)}, training=True)
         return torch.cat([one.logprobs.cpu() for one in scores])
 
     def with_reference(self, rollout: Completions, *, size: int) -> Completions:
-        """The rollout with the log-probabilities of the reference, if there is one, of `size` prompts at a time."""
+        """The rollout with the log-probabilities of the reference, if there is one, of `size` groups at a time."""
         reference = self.trainer.reference
         if reference is None:
             return rollout

@@ -39,7 +39,7 @@ from trimtab_lm.tokens.forward import score_tokens_in_forward
 from trimtab_lm.tokens.layout import lay_out
 
 from .algorithm import policy_loss
-from .batches import PromptLoader, RolloutBuffer
+from .batches import RolloutBuffer, prompt_loader
 from .config import GRPOConfig
 from .loss import NORMALIZATIONS, Totals
 from .rollout import GroupSampler, backend_and_pending, reward_set_of
@@ -114,7 +114,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         if self.pending is not None:
             self.pending.drop()
         micro_batches = args.gradient_accumulation_steps * args.steps_per_generation
-        buffer = RolloutBuffer(micro_batches=micro_batches, passes=args.num_iterations)
+        buffer = RolloutBuffer(micro_batches=micro_batches, passes=args.num_iterations, parts=args.group_parts)
         self.progress = Progress(buffer, pending=self.pending)
         printed = args.num_completions_to_print if args.log_completions else 0
         self.samples = SampleTable(self.sampler.rewards.names, printed=printed)
@@ -137,8 +137,8 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
     def get_train_dataloader(self) -> DataLoader[Row]:
         """Yields the prompts of one generation call, once for each micro-batch that the call serves."""
         rows, args = cast(Dataset | None, self.train_dataset), self.config
-        prompts_per_step = self.get_total_train_batch_size(args) // args.world_size
-        return PromptLoader.of_process(rows, args, prompts_per_step=prompts_per_step)
+        prompts_per_step = self.get_total_train_batch_size(args) // args.world_size // args.group_parts
+        return prompt_loader(rows, args, prompts_per_step=prompts_per_step)
 
     # Algorithm 1 of the paper -----------------------------------------------------------------------------------------
 

@@ -132,7 +132,7 @@ def _split_generation(config: Any, old: str, completions: int) -> None:
     """Sets the optimizer steps that one call of generation provides for, from its completions over all processes."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     prompts = config.per_device_train_batch_size * config.gradient_accumulation_steps * processes
-    step = prompts * config.num_generations
+    step = prompts * config.num_generations // config.group_parts
     if completions % step:
         raise ValueError(
             f"generation_batch_size={completions} completions are no whole number of optimizer steps, which take "
