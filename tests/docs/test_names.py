@@ -26,6 +26,7 @@ SOURCES = ("packages", "examples", "experiments", "tools", "configs")
 ENDINGS = {".py", ".toml", ".yaml", ".yml", ".sh"}
 ELSEWHERE = {
     "WANDB_MODE",
+    "dynamo_backend",
     "num_frames",
     "TERM",
     "stage3_gather_16bit_weights_on_model_save",
