@@ -494,6 +494,17 @@ def test_a_ratio_above_the_threshold_leaves_the_weights_alone_momentum_included(
     assert "v_head.summary.bias" in tiny.moved(before, trainer.model)
 
 
+@pytest.mark.parametrize("order", [(2.0, 1.0), (1.0, 2.0)])
+def test_a_minibatch_that_is_left_out_adds_nothing_to_the_step_of_another(order):
+    alone, beside = tiny.ppo(ratio_threshold=5.0), tiny.ppo(ratio_threshold=5.0)
+    direct_minibatch(alone, 1.0)
+    for is_last, logratio in enumerate(order):
+        with beside.accelerator.part_of_step(beside.optimizer_step.model, is_last=bool(is_last)):
+            stats = direct_minibatch(beside, logratio)
+        assert ("grad_norm" in stats) == is_last
+    assert tiny.moved(tiny.weights(alone.model), beside.model) == {}
+
+
 @pytest.mark.parametrize("flag", [False, True])
 def test_optimize_device_cache_gives_memory_back_once_a_step(flag, monkeypatch):
     calls = []

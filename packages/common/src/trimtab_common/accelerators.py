@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -99,12 +100,21 @@ def create_accelerator(
 
 
 def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors on a device: in one copy, if they have one dtype and are all on one other device."""
-    if len({(tensor.device, tensor.dtype) for tensor in tensors}) > 1 or tensors[0].device == device:
+    """Tensors on a device: in one copy, if those from elsewhere are on one other device."""
+    rest = [(i, tensor.detach()) for i, tensor in enumerate(tensors) if tensor.device != device]
+    if not rest:
+        return list(tensors)
+    if len({tensor.device for _, tensor in rest}) > 1:
         return [tensor.to(device) for tensor in tensors]
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).to(device)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
+    rest.sort(key=lambda pair: (-pair[1].itemsize, str(pair[1].dtype)))  # each begins at a multiple of its size
+    kinds = [
+        torch.cat([tensor.flatten() for _, tensor in kind]) for _, kind in groupby(rest, lambda pair: pair[1].dtype)
+    ]
+    flat = torch.cat([kind.view(torch.uint8) for kind in kinds]).to(device)
+    there = list(tensors)
+    for (i, tensor), part in zip(rest, flat.split([tensor.nbytes for _, tensor in rest]), strict=True):
+        there[i] = part.view(tensor.dtype).view(tensor.shape)
+    return there
 
 
 @cache

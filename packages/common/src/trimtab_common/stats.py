@@ -257,13 +257,16 @@ def _kind(value: object) -> str:
 def on_host(stats: Stats) -> Stats:
     """The statistics with plain numbers in each `Mean`, for which it waits once, and not for each number."""
     means = {name: value for name, value in stats.items() if isinstance(value, Mean)}
-    waiting = defaultdict[tuple[torch.device, torch.dtype], dict[int, Tensor]](dict)
+    waiting = defaultdict[torch.device, dict[int, Tensor]](dict)
     for number in (number for mean in means.values() for number in vars(mean).values()):
         if isinstance(number, Tensor):
-            waiting[number.device, number.dtype][id(number)] = number.reshape(())
+            waiting[number.device][id(number)] = number.reshape(())
     read = dict[int, float]()
     for numbers in waiting.values():
-        read |= zip(numbers, torch.stack([*numbers.values()]).tolist(), strict=True)
+        flat = torch.cat([number[None].view(torch.uint8) for number in numbers.values()]).cpu()
+        parts = flat.split([number.itemsize for number in numbers.values()])
+        for (key, number), part in zip(numbers.items(), parts, strict=True):
+            read[key] = part.clone().view(number.dtype).item()
     known = {name: [read.get(id(number), number) for number in vars(mean).values()] for name, mean in means.items()}
     return stats | {name: type(mean)(*known[name]) for name, mean in means.items()}
 

@@ -78,10 +78,13 @@ def rows_of_updates(config: PPOConfig, *, rank: int, step: int) -> Iterator[Tens
 
 
 def update(
-    boxes: Trainer, rollout: Experience, batches: Iterable[Tensor], replaced: Collection[str]
+    boxes: Trainer, rollout: Experience, batches: Iterable[Tensor], replaced: Collection[str], *, counts: Tensor
 ) -> list[Minibatch]:
-    """Takes an optimizer step on each batch of rows; stops, without the step, if the policy has moved too far."""
-    config, step, counts = boxes.config, boxes.optimizer_step, rollout.masks.sum(1).cpu()
+    """Takes an optimizer step on each batch of rows; stops, without the step, if the policy has moved too far.
+
+    counts: [B], each row's tokens that count, on the host.
+    """
+    config, step = boxes.config, boxes.optimizer_step
     recorded = list[Minibatch]()
     for rows in batches:
         step.drop()  # what an error has left

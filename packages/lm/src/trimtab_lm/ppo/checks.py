@@ -65,8 +65,7 @@ def check_step(
                 "batch, or make the config with the batch_size that you use."
             )
     vocab_size = vocabulary_size(trainer.model.pretrained_model)
-    for name, column in {"queries": queries, "responses": responses}.items():
-        check_ids(name, column, vocab_size)
+    queries, responses = check_ids("queries", queries, vocab_size), check_ids("responses", responses, vocab_size)
     for i, (query, row) in enumerate(zip(queries, responses, strict=True)):
         encoder, decoder = (len(query), len(row)) if decoder_start is not None else (0, len(query) + len(row))
         remedy = "Shorten the query, or sample fewer tokens (max_new_tokens)."
@@ -128,29 +127,36 @@ def check_fits(sampler_logprobs: Sequence[Tensor], responses: Sequence[Tensor]) 
         raise ValueError("sampler_logprobs holds a number that is not finite. Nothing was trained; check the sampler.")
 
 
-def check_rollout(rollout: Experience, *, other_reference_from: float | None) -> None:
-    """Raises TrainingDivergedError that names the rows that are not finite.
+def check_rollout(rollout: Experience, *, other_reference_from: float | None) -> Experience:
+    """The rollout with its columns on the host, where they are checked; waits for the device once.
 
     Args:
         rollout: evaluated.
         other_reference_from: nats from which policy and reference differ: before the first update they are the same
             model, unless the caller gave another reference. None: there were updates.
+
+    Raises:
+        TrainingDivergedError: rows are not finite; it names them.
     """
+    columns = {name: value for name, value in vars(rollout).items() if isinstance(value, Tensor)}
+    host: dict[str, Any] = dict(zip(columns, moved([*columns.values()], torch.device("cpu")), strict=True))
+    seen = replace(rollout, **host)
     check_rows(
         {
-            "logprobs": rollout.logprobs,
-            "ref_logprobs": rollout.ref_logprobs,
-            "values": rollout.values,
-            "kl": rollout.kls,
-            "non_score_rewards": rollout.non_score_reward,
-            "advantages": rollout.advantages,
-            "returns": rollout.returns,
+            "logprobs": seen.logprobs,
+            "ref_logprobs": seen.ref_logprobs,
+            "values": seen.values,
+            "kl": seen.kls,
+            "non_score_rewards": seen.non_score_reward,
+            "advantages": seen.advantages,
+            "returns": seen.returns,
         },
         what="response",
     )
     if other_reference_from is not None:
-        gap = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
+        gap = float((seen.logprobs - seen.ref_logprobs).abs().max())
         warn_at_start(OTHER_REFERENCE, gap, rounding=other_reference_from)
+    return seen
 
 
 @torch.no_grad()

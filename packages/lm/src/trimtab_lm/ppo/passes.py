@@ -143,14 +143,14 @@ def forward_in_parts(
 ) -> Scores:
     """The scores of B rows, [B, W, ...], from a forward pass over each minibatch, whose row numbers are `order`."""
     parts = [forward(trainer, model, rollout[rows], replaced) for rows in order]
-    back, whole = torch.cat(list(order)).argsort(), list[Any]()
+    back, whole = torch.cat(list(order)).argsort().to(parts[0].logprobs.device), list[Any]()
     for values in zip(*((*part, part.entropy, part.head_inputs) for part in parts), strict=True):
         if any(value is None for value in values):
             whole.append(None)
             continue
         width = max(value.shape[1] for value in values)
         filled = [fill(value, (0, 0) * (value.dim() - 2) + (0, width - value.shape[1])) for value in values]
-        whole.append(torch.cat(filled)[back.to(filled[0].device)])
+        whole.append(torch.cat(filled)[back])
     return Scores(*whole)
 
 
@@ -191,17 +191,22 @@ def score(
         branches.append(answer)
         counted.append(counts[i, : len(response)].tolist())
     pieces = [TokenGroup(prompt, branches, counted) for prompt, (_, branches, counted) in groups.items()]
+    order = [row for rows, _, _ in groups.values() for row in rows]
+    places = np.arange(counts.size).reshape(counts.shape)[order][counts[order] > 0]
+    host = [torch.from_numpy(places), torch.from_numpy(counts)]
     device, (filler, start), tokens = next(reader.parameters()).device, padding, {}
     for name, layouts in reader.readers.items():
         layout = layouts.apart if len(groups) == len(queries) else layouts.shared
         sizes = {"hidden_size": layouts.hidden_size, "decoder_start_token_id": start}
         columns = lay_out(pieces, layout, pad_token_id=filler, is_lean=True, **sizes)
-        tokens[name] = dict(zip(columns, moved([*columns.values()], device), strict=True))
+        tokens[name] = columns
+        host += columns.values()
+    index, mask, *rest = moved(host, device)  # one copy
+    there = iter(rest)
+    for name, columns in tokens.items():
+        tokens[name] = dict(zip(columns, there, strict=False))
     outputs = run(**tokens, **options)
 
-    order = [row for rows, _, _ in groups.values() for row in rows]
-    places = np.arange(counts.size).reshape(counts.shape)[order][counts[order] > 0]
-    index, mask = moved([torch.from_numpy(places), torch.from_numpy(counts)], device)
     spread = list[Any]()
     for flat in outputs:
         whole = None if flat is None else flat.new_zeros(mask.numel(), *flat.shape[1:]).index_copy(0, index, flat)

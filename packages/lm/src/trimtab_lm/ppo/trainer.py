@@ -181,11 +181,11 @@ class PPOTrainer(NamesOf2024):
         batches = rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done)
         with without_dropout(self.actor_critic):
             rollout, mismatch = evaluate(self, rollout, scores_shaped, overridden, clock.lap)
-            check_rollout(rollout, other_reference_from=self.rounding if is_first else None)
-            recorded = update(self, rollout, batches, overridden)
+            seen = check_rollout(rollout, other_reference_from=self.rounding if is_first else None)
+            recorded = update(self, rollout, batches, overridden, counts=seen.masks.sum(1))
         if is_first and rollout.old_logprobs is rollout.logprobs:
             warn_at_start(OTHER_START, float(recorded[0].largest_log_ratio), rounding=self.rounding)
-        stats = step_stats(self, rollout, recorded, mismatch, clock, ends=self.sampler.eos_ids)
+        stats = step_stats(self, seen, recorded, mismatch, clock, ends=self.sampler.eos_ids)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.steps_done += 1
@@ -277,13 +277,12 @@ class PPOTrainer(NamesOf2024):
 
         Arguments as of `loss`. Called by itself, outside of `step`, the minibatch is an optimizer step. Inside,
         accelerate weighs the loss by the minibatch's share of the step's tokens, and its `sync_gradients` says which
-        minibatch is the last. A loss or a gradient that is not finite raises TrainingDivergedError.
+        minibatch is the last. There a loss or a gradient that is not finite raises TrainingDivergedError.
         """
         columns = (old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns)
         policy_loss, value_loss, stats = self.loss(*columns)
         ratio = masked_mean(policy_log_ratio(logprobs.detach(), old_logprobs, mask).exp(), mask)
-        loss, outputs = policy_loss + value_loss, (logprobs, vpreds)
-        return {**stats, **self.optimizer_step.descend(loss, ratio, outputs=outputs, step=self.steps_done)}
+        return {**stats, **self.optimizer_step.descend(policy_loss + value_loss, ratio, step=self.steps_done)}
 
     def loss(
         self,
@@ -320,7 +319,10 @@ class PPOTrainer(NamesOf2024):
         return masked_mean(policy_losses, mask), config.vf_coef * masked_mean(value_losses, mask), stats
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> Stats:
-        """This process's statistics of a step, from the columns of `Experience` and the updates' `train_stats`."""
+        """This process's statistics of a step, from the columns of `Experience` and the updates' `train_stats`.
+
+        The columns are on the host.
+        """
         return rollout_stats(kl_coef=kl_coef, **data)
 
     def gather_stats(self, stats: Mapping[str, Any]) -> Stats:

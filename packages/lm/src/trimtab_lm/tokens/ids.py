@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from trimtab_common.accelerators import moved
 from trimtab_lm.interface import Model
 
 
@@ -15,8 +16,8 @@ def vocabulary_size(model: Model) -> int:
     return int(getattr(table, "base_layer", table).num_embeddings)
 
 
-def check_ids(name: str, column: Sequence[Any], vocab_size: int, *, ignored: int | None = None) -> None:
-    """Checks the rows of a list.
+def check_ids(name: str, column: Sequence[Any], vocab_size: int, *, ignored: int | None = None) -> list[Tensor]:
+    """Checks the rows of a list, and returns them on the host.
 
     Args:
         name: the list's name, for the errors.
@@ -49,12 +50,14 @@ def check_ids(name: str, column: Sequence[Any], vocab_size: int, *, ignored: int
         known = ids if ignored is None else ids[ids != ignored]
         return len(known) > 0 and (int(known.min()) < 0 or int(known.max()) >= vocab_size)
 
-    if wrong(torch.cat(list(column))):
-        i = next(i for i, row in enumerate(column) if wrong(row))
+    rows = moved(column, torch.device("cpu"))
+    if wrong(torch.cat(rows)):
+        i = next(i for i, row in enumerate(rows) if wrong(row))
         raise ValueError(
-            f"{name}[{i}] holds token ids from {int(column[i].min())} to {int(column[i].max())}, the model's "
+            f"{name}[{i}] holds token ids from {int(rows[i].min())} to {int(rows[i].max())}, the model's "
             f"vocabulary has 0 to {vocab_size - 1}. Use the model's own tokenizer, and cut padding off."
         )
+    return rows
 
 
 def check_tensor(name: str, row: object, of: str) -> Tensor:
