@@ -40,7 +40,13 @@ def load_reward_adapter(model: Model, source: str, name: str, **hub: Any) -> nn.
         )
     if name in model.peft_config:
         raise ValueError(f"The model already has an adapter {name!r}; pass another reward_adapter_name.")
-    _warn_of_another_base(model, source, hub)
+    trained_on, base = PeftConfig.from_pretrained(source, **hub).base_model_name_or_path, base_of(model).name_or_path
+    if trained_on and base and trained_on != base:
+        warnings.warn(
+            f"The reward adapter {source} was trained on {trained_on}, and the policy's base model is {base}. If their "
+            "weights differ, the scores mean nothing.",
+            stacklevel=3,
+        )
     score = _score_head(model, source, load_peft_weights(source, device="cpu", **hub))
     # PEFT puts the whole model into eval mode when it loads an adapter that does not train.
     with torch.no_grad(), without_dropout(model):
@@ -72,15 +78,3 @@ def _score_head(model: PeftModel, source: str, weights: dict[str, Tensor]) -> nn
     head = nn.Linear(width, labels, bias="bias" in stored, dtype=dtype, device=model.device)
     head.load_state_dict(stored)
     return head.requires_grad_(False)
-
-
-def _warn_of_another_base(model: PeftModel, source: str, hub: dict[str, Any]) -> None:
-    """Warns if the reward adapter and the policy name different base models."""
-    trained_on = PeftConfig.from_pretrained(source, **hub).base_model_name_or_path
-    base = base_of(model).name_or_path
-    if trained_on and base and trained_on != base:
-        warnings.warn(
-            f"The reward adapter {source} was trained on {trained_on}, and the policy's base model is {base}. If their "
-            "weights differ, the scores mean nothing.",
-            stacklevel=4,
-        )

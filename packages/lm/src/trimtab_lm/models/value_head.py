@@ -97,10 +97,12 @@ class PreTrainedModelWrapper(nn.Module):
             raise ValueError(f"{type(pretrained_model).__name__} needs AutoModelFor{fitting}WithValueHead.")
         if summary_dropout_prob is None:
             summary_dropout_prob = getattr(self.config, "summary_dropout_prob", 0.1)
+        # The LM head's device; if a device_map has offloaded the head, the first device with weights.
+        tensors = chain(lm_head.parameters(), lm_head.buffers(), self.pretrained_model.parameters())
         self.v_head = ValueHead(
             state_width(self.pretrained_model),
             summary_dropout_prob=summary_dropout_prob,
-            device=_execution_device(lm_head, self.pretrained_model),
+            device=next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("meta")),
             dtype=torch.promote_types(self.pretrained_model.dtype, torch.float32),
         )
         self.v_head.init_weights(v_head_init_strategy, v_head_initializer_range)
@@ -392,9 +394,3 @@ class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
 
     transformers_parent_class = AutoModelForSeq2SeqLM
     wraps_encoder_decoder = True
-
-
-def _execution_device(lm_head: nn.Module, model: nn.Module) -> torch.device:
-    """Returns the LM head's device; if a device_map has offloaded the head, the first device with weights."""
-    tensors = chain(lm_head.parameters(), lm_head.buffers(), model.parameters())
-    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("meta"))

@@ -282,12 +282,10 @@ def exact_kl(
     Returns:
         [N], in nats.
     """
+
+    def logprobs(logits: Callable[[Tensor], Tensor], read: Tensor) -> Tensor:
+        return (upcast(logits(read)) / temperature).log_softmax(-1)
+
     size = chunk_size(vocab_size, policy_read.device)
-    parts = []
-    for chunks in zip(policy_read.split(size), ref_read.split(size), strict=True):
-        log_p, log_q = (
-            (upcast(logits(read)) / temperature).log_softmax(-1)
-            for logits, read in zip((policy, ref), chunks, strict=True)
-        )
-        parts.append(full(log_p, log_q))
-    return torch.cat(parts)
+    chunks = zip(policy_read.split(size), ref_read.split(size), strict=True)
+    return torch.cat([full(logprobs(policy, p), logprobs(ref, q)) for p, q in chunks])

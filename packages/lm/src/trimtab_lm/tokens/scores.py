@@ -16,8 +16,8 @@ CHUNK_ELEMENTS = 2**24
 
 All chunks share them: a CPU takes as long to hand out such a buffer as to fill it."""
 DEVICE_SHARE = 32
-"""On an accelerator the two buffers fill 1 / 32 of its memory, because each chunk adds a gradient of the whole head and
-starts a dozen kernels. All of the memory counts, and not what is free, so that a run can be repeated."""
+"""On an accelerator the two buffers fill 1 / 32 of its memory, because each chunk reads and writes the gradient of the
+whole head. All of the memory counts, and not what is free, so that a run can be repeated."""
 
 
 class TokenScores(NamedTuple):
