@@ -7,6 +7,7 @@ JOBS ?= 2
 ARGS ?=
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
+TORCH := $(shell grep '^torch==' constraints.txt)
 DOCS := .venv-docs
 VLLM := .venv-vllm
 
@@ -35,7 +36,7 @@ SOURCES := $(wildcard packages experiments examples tests tools docs/_extensions
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce, test, bench and chaos), JOBS=$(JOBS) (for test)"
+	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce, test, bench and chaos), JOBS=$(JOBS) (for test), TORCH=torch (for newest: its newest build too)"
 
 setup: $(STAMP) ## make .venv and install the four packages, the experiments and the tools
 	@echo "ready: $$($(PY) --version) in $(VENV)"
@@ -65,11 +66,10 @@ test-newest: $(NEWEST)/.installed ## train every trainer, and sample, with the v
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS) \
 	  tests/test_every_trainer.py tests/lm/sampling tests/lm/tokens tests/lm/compat
 
-newest: | $(PY) ## write tools/newest.txt: what pip installs today without constraints.txt, except torch (needs PyPI)
+newest: | $(PY) ## write tools/newest.txt: what pip installs today without constraints.txt, torch by TORCH (needs PyPI)
 	$(PY) -m venv --clear $(NEWEST)
-	grep '^torch==' constraints.txt > $(NEWEST)/torch.txt
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
-	$(NEWEST)/bin/python -m pip install --quiet -r $(NEWEST)/torch.txt $(NEWEST_PARTS)
+	$(NEWEST)/bin/python -m pip install --quiet $(TORCH) $(NEWEST_PARTS)
 	$(NEWEST)/bin/python -m pip freeze --exclude-editable | sed -E 's/\+[A-Za-z0-9.]+$$//' > tools/newest.txt
 	@touch $(NEWEST)/.installed
 

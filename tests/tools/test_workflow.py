@@ -17,8 +17,15 @@ def test_each_job_calls_make_once():
 
 
 def test_the_targets_exist():
-    named = {word for command in commands() if "{{" not in command for word in command.split()[1:]}
+    words = [word for command in commands() if "{{" not in command for word in command.split()[1:]]
+    named = {word for word in words if "=" not in word}
     assert named | set(TARGETS) <= set(documented((ROOT / "Makefile").read_text()))
+
+
+def test_every_night_the_newest_releases_are_installed_on_the_oldest_and_the_newest_python():
+    newest, make = JOBS["newest-releases"], JOBS["make"]
+    assert newest["strategy"]["matrix"]["python"] == make["strategy"]["matrix"]["python"] == ["3.11", "3.13"]
+    assert "schedule" in newest["if"]
 
 
 def test_no_target_of_ci_is_left_out():
