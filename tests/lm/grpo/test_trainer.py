@@ -361,8 +361,9 @@ def test_adapters_off_are_a_frozen_copy(make, corrected):
     losses = []
     for grpo in (adapted, copied):
         bare = replace(rollout(2), advantages=torch.zeros(6), old_logprobs=None, ref_logprobs=None)
-        whole = grpo.sampler.with_reference(bare, size=2)
-        losses.append(grpo.compute_loss(grpo.model, batch_of(grpo, whole)))
+        with torch.no_grad(), grpo.reference.active() as reference:
+            ref = reference.eval()(tokens=grpo.lay_out(bare.groups)).logprobs
+        losses.append(grpo.compute_loss(grpo.model, batch_of(grpo, replace(bare, ref_logprobs=ref))))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=1e-12)
     assert losses[0] > 0.01
 

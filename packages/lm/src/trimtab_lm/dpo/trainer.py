@@ -115,10 +115,8 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         self.is_encoder_decoder = check_kind(self.model, self.config)
         self.positions, self.decoder_start_token_id = Positions.of(self.model), decoder_start_of(self.model)
         if data_collator is None:
-            ids = {"pad_token_id": self.padding_value, "decoder_start_token_id": self.decoder_start_token_id}
-            self.data_collator = PreferencePairCollator(
-                label_pad_token_id=args.label_pad_token_id, **ids, **layout_of(self)
-            )
+            options = {**layout_of(self), "decoder_start_token_id": self.decoder_start_token_id}
+            self.data_collator = PreferencePairCollator(self.padding_value, args.label_pad_token_id, **options)
         self.datasets = Datasets(self)
         self.datasets.update()
 

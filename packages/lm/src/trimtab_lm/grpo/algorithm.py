@@ -1,6 +1,6 @@
 """GRPO (Shao et al. 2024, arXiv:2402.03300, Algorithm 1): the record of a rollout, and its loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -71,22 +71,6 @@ class Completions:
         """The rollout after the policy has moved: only the sampler's log-probabilities are of the old policy."""
         moved = replace(self, old_logprobs=self.sampler_logprobs, sampler_logprobs=None)
         return moved if self.old_logprobs is None else self
-
-
-def with_old_logprobs(
-    rollout: Completions, score: Callable[[Completions], Tensor], config: GRPOConfig, *, updates: int
-) -> Completions:
-    """Decides which policy's log-probabilities the ratio uses, before so many updates on a rollout.
-
-    - asynchronous rollouts without a cap: to the policy that sampled, by the sampler's log-probabilities;
-    - otherwise to the policy as it is now. Later updates need its log-probabilities: the sampler's, if those are the
-      policy's (`after_update`), else those that `score` computes now, [N].
-    """
-    if config.clips_to_sampler:
-        return replace(rollout, old_logprobs=rollout.sampler_logprobs)
-    if updates <= 1 or (rollout.sampler_is_policy and config.importance_sampling_cap is None):
-        return rollout
-    return replace(rollout, old_logprobs=score(rollout))
 
 
 class Losses(NamedTuple):

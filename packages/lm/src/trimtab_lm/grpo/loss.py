@@ -106,29 +106,16 @@ class Totals(NamedTuple):
     ranks: int = 1
 
 
-def _per_sequence(lengths: Tensor, totals: Totals, max_completion_length: int) -> Tensor:
-    return 1 / (lengths * totals.sequences)
-
-
-def _per_rank_token(lengths: Tensor, totals: Totals, max_completion_length: int) -> Tensor:
-    return torch.ones_like(lengths) / (totals.rank_tokens * totals.ranks)
-
-
-def _per_constant(lengths: Tensor, totals: Totals, max_completion_length: int) -> Tensor:
-    return torch.ones_like(lengths) / (totals.sequences * max_completion_length)
-
-
-def _per_token(lengths: Tensor, totals: Totals, max_completion_length: int) -> Tensor:
-    return torch.ones_like(lengths) / totals.tokens
-
-
 NORMALIZATIONS: dict[str, Callable[[Tensor, Totals, int], Tensor]] = {
-    "grpo": _per_sequence,
-    "bnpo": _per_rank_token,
-    "dr_grpo": _per_constant,
-    "dapo": _per_token,
+    "grpo": lambda lengths, totals, _: 1 / (lengths * totals.sequences),
+    "bnpo": lambda lengths, totals, _: torch.ones_like(lengths) / (totals.rank_tokens * totals.ranks),
+    "dr_grpo": lambda lengths, totals, limit: torch.ones_like(lengths) / (totals.sequences * limit),
+    "dapo": lambda lengths, totals, _: torch.ones_like(lengths) / totals.tokens,
 }
-"""The weight of a token of each completion, [S], by `loss_type`; infinite only where there is no token to weigh."""
+"""The weight of a token of each completion, [S], by `loss_type`; infinite only where there is no token to weigh.
+
+Of the completions' lengths [S], the totals, and max_completion_length.
+"""
 
 
 def token_weights(

@@ -28,7 +28,7 @@ from trimtab_lm.tokens.layout import TokenGroup, split
 from trimtab_lm.tokens.positions import Positions
 from trimtab_lm.tokens.scores import TokenScores
 
-from .algorithm import Completions, with_old_logprobs
+from .algorithm import Completions
 from .config import GRPOConfig
 from .loss import advantages
 from .statistics import SURPRISE, ScoredRollout, rollout_stats
@@ -125,8 +125,9 @@ class GroupSampler:
             The rollout with log-probabilities of the policy before the updates and of the reference; in training its
             groups are the `group_parts` of the sampled ones.
         """
-        trainer, training = self.trainer, updates > 0
+        trainer, args, training = self.trainer, self.config, updates > 0
         scored = self.sample(rows, seed=self.seed_of(draw=draw), real_rows=real_rows)
+        rollout = scored.rollout
         stats = rollout_stats(scored, names=self.rewards.names, bos=self.tokenizer.bos_token_id)
         if training and scored.sampled.policy_step is not None:
             stats["sampling/steps_behind"] = Mean(float(draw - scored.sampled.policy_step), 1.0)
@@ -134,12 +135,18 @@ class GroupSampler:
         trainer.samples.add(scored, training=training)
         if training:
             trainer.progress.num_tokens += sum(gather_over_ranks(scored.num_tokens))
-        rollout, old_logprobs = scored.rollout, partial(self.old_logprobs, size=size)
-        if training:
-            most = self.config.num_generations // self.config.group_parts
-            rollout = replace(rollout, groups=split(rollout.groups, most))
-        rollout = with_old_logprobs(rollout, old_logprobs, self.config, updates=updates)
-        return self.with_reference(rollout, size=size)
+            rollout = replace(rollout, groups=split(rollout.groups, args.num_generations // args.group_parts))
+        if args.clips_to_sampler:
+            rollout = replace(rollout, old_logprobs=rollout.sampler_logprobs)
+        # Later updates need the log-probabilities of the policy as it is now: the sampler's, if those are the policy's.
+        elif updates > 1 and not (rollout.sampler_is_policy and args.importance_sampling_cap is None):
+            rollout = replace(rollout, old_logprobs=self.old_logprobs(rollout, size=size))
+        if (reference := trainer.reference) is not None:
+            reference.prepare(trainer.accelerator)
+            with reference.active() as model:
+                scores = self._score(rollout, model, size=size)
+            rollout = replace(rollout, ref_logprobs=torch.cat([one.logprobs.cpu() for one in scores]))
+        return rollout
 
     def sample(self, rows: Sequence[Row], *, seed: int, real_rows: int | None = None) -> ScoredRollout:
         """A group of completions for each row, with its advantages.
@@ -197,16 +204,6 @@ class GroupSampler:
         for one in scores if self.config.samples_tell_surprise else []:
             self.trainer.recorder.add({SURPRISE: Surprise.of_tokens(one.logprobs, one.entropy)}, training=True)
         return torch.cat([one.logprobs.cpu() for one in scores])
-
-    def with_reference(self, rollout: Completions, *, size: int) -> Completions:
-        """The rollout with the log-probabilities of the reference, if there is one, of `size` groups at a time."""
-        reference = self.trainer.reference
-        if reference is None:
-            return rollout
-        reference.prepare(self.trainer.accelerator)
-        with reference.active() as model:
-            scores = self._score(rollout, model, size=size)
-        return replace(rollout, ref_logprobs=torch.cat([one.logprobs.cpu() for one in scores]))
 
     @torch.no_grad()
     def _score(self, rollout: Completions, model: nn.Module, *, size: int) -> list[TokenScores]:
