@@ -70,6 +70,8 @@ EXPORTS: dict[str, set[str]] = {
         "set_seed",
     },
     "trimtab_diffusion": {
+        "AlignPropConfig",
+        "AlignPropTrainer",
         "DDPOConfig",
         "DDPOPipelineOutput",
         "DDPOSchedulerOutput",
@@ -487,7 +489,7 @@ STEPS = {
 
 def test_every_trainer_is_copied():
     assert set(STEPS) == TRAINERS["trimtab_lm"]
-    assert TRAINERS["trimtab_diffusion"] == {"ddpo"}
+    assert TRAINERS["trimtab_diffusion"] == set(PIPELINE_SETTINGS)
 
 
 @contextmanager
@@ -534,22 +536,24 @@ def test_a_copied_trainer_folder_runs(folder: str, tmp_path: Path, monkeypatch: 
         assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_the_copied_folder_of_ddpo_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+PIPELINE_SETTINGS: dict[str, dict[str, int]] = {
+    "ddpo": {"sample_batch_size": 2, "sample_num_batches_per_epoch": 1},
+    "alignprop": {},
+}
+
+
+@pytest.mark.parametrize("folder", PIPELINE_SETTINGS)
+def test_a_copied_trainer_folder_of_pipelines_runs(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from tests.diffusion import tiny
 
-    with copied("trimtab_diffusion", "ddpo", tmp_path, monkeypatch) as mine:
-        config = mine.DDPOConfig(
-            sample_num_steps=2,
-            sample_batch_size=2,
-            sample_num_batches_per_epoch=1,
-            train_batch_size=2,
-            mixed_precision="no",
-            logdir=str(tmp_path),
+    with copied("trimtab_diffusion", folder, tmp_path, monkeypatch) as mine:
+        kind, config = [getattr(mine, name) for name in sorted(mine.__all__, reverse=True)]
+        settings = {"sample_num_steps": 2, "train_batch_size": 2, "mixed_precision": "no", "logdir": str(tmp_path)}
+        settings = config(**settings, **PIPELINE_SETTINGS[folder])
+        trainer = kind(
+            settings, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), tiny.stable_diffusion()
         )
-        trainer = mine.DDPOTrainer(
-            config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), tiny.stable_diffusion()
-        )
-        assert type(trainer).__module__ == "my_ddpo.trainer"
+        assert type(trainer).__module__ == f"my_{folder}.trainer"
         before = [weight.clone() for weight in trainer.model.parameters()]
         trainer.step(0, 0)
         assert any(not torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))

@@ -10,7 +10,7 @@ from tests.diffusion import tiny as tiny_diffusion
 from tests.lm import tiny
 from tests.lm.dpo.test_trainer import adapted
 
-from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
+from trimtab_diffusion import AlignPropConfig, AlignPropTrainer, DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
 from trimtab_lm import (
     DPOConfig,
     DPOTrainer,
@@ -95,6 +95,13 @@ def ddpo(kind: Any, folder: str) -> Any:
     return kind(config, lambda images, *_: images.flatten(1).mean(1), lambda: ("a cat", {}), pipeline)
 
 
+def alignprop(kind: Any, folder: str) -> Any:
+    sizes = {"sample_num_steps": 2, "train_batch_size": 2}
+    config = AlignPropConfig(num_epochs=1, mixed_precision="no", logdir=folder, **sizes)
+    pipeline = DDPOStableDiffusionPipeline(tiny_diffusion.stable_diffusion())
+    return kind(config, lambda images, *_: images.flatten(1).mean(1), lambda: ("a cat", {}), pipeline)
+
+
 def denoise(trainer: Any) -> None:
     trainer.train()
     trainer.save_pretrained(f"{trainer.config.logdir}/final")
@@ -131,6 +138,15 @@ TRAINERS: dict[str, Case] = {
         denoise,
         (
             *("train", "step", "calculate_loss", "loss", "compute_rewards", "save_checkpoint", "save_pretrained"),
+            "create_model_card",
+        ),
+    ),
+    "AlignProp": (
+        AlignPropTrainer,
+        alignprop,
+        denoise,
+        (
+            *("train", "step", "draw", "calculate_loss", "compute_rewards", "save_checkpoint", "save_pretrained"),
             "create_model_card",
         ),
     ),

@@ -12,7 +12,7 @@ from tests.diffusion import tiny as tiny_diffusion
 from tests.lm import tiny
 from transformers import TrainerCallback
 
-from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
+from trimtab_diffusion import AlignPropConfig, AlignPropTrainer, DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
 from trimtab_lm import (
     DPOConfig,
     DPOTrainer,
@@ -159,9 +159,11 @@ def ppo(folder: Path) -> PPOTrainer:
     return PPOTrainer(config, tiny.policy(), tokenizer=tiny.tokenizer(), dataset=prompts)
 
 
-def train_ddpo(folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
+def train_pipeline(
+    kind: Any, config_kind: Any, sizes: dict[str, int], folder: Path, *, interrupt: bool
+) -> dict[str, torch.Tensor]:
     def train(epochs: int) -> dict[str, torch.Tensor]:
-        config = DDPOConfig(
+        config = config_kind(
             num_epochs=2,
             save_freq=1,
             resume_from="latest",
@@ -171,14 +173,13 @@ def train_ddpo(folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
             project_kwargs={"project_dir": str(folder)},
             mixed_precision="no",
             sample_num_steps=3,
-            sample_batch_size=2,
-            sample_num_batches_per_epoch=2,
             train_batch_size=2,
             train_learning_rate=1e-2,
+            **sizes,
         )
         with tiny_diffusion.from_seed(1):  # LoRA weights are random at the start
             pipeline = DDPOStableDiffusionPipeline(tiny_diffusion.stable_diffusion(), use_lora=True)
-        trainer = DDPOTrainer(config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), pipeline)
+        trainer = kind(config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), pipeline)
         before = tiny.weights(pipeline.denoiser)
         trainer.train(epochs=epochs)
         return trained_weights(before, pipeline.denoiser)
@@ -191,7 +192,10 @@ def train_ddpo(folder: Path, *, interrupt: bool) -> dict[str, torch.Tensor]:
 TRAINERS: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "ppo": lambda folder, interrupt: train_by_ppo(partial(ppo, folder), interrupt=interrupt),
     "iterative_sft": partial(train_by_calls, iterative_sft),
-    "ddpo": train_ddpo,
+    "ddpo": partial(
+        train_pipeline, DDPOTrainer, DDPOConfig, {"sample_batch_size": 2, "sample_num_batches_per_epoch": 2}
+    ),
+    "alignprop": partial(train_pipeline, AlignPropTrainer, AlignPropConfig, {"train_gradient_accumulation_steps": 2}),
     **{
         build.__name__: lambda folder, interrupt, build=build: train_on_transformers(
             build, folder, interrupt=interrupt

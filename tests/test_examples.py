@@ -19,6 +19,7 @@ LAST_WORDS = {
     "ppo_train": rf"step 2: score {NUMBER}, KL {NUMBER} nats",
     "iterative_sft": rf"round 2: sentiment {NUMBER}, loss {NUMBER}",
     "tool_use": rf"accuracy on 64 held-out products: {NUMBER} -> {NUMBER}",
+    "alignprop": rf"update 2: reward {NUMBER}",
     "ddpo": rf"epoch 2: \d+ updates, reward {NUMBER} kB",
 }
 OUTSIDE = {

@@ -21,6 +21,9 @@ def redness(images, prompts, metadata):
     assert metadata[0] == {"hue": "warm"}
     return images[:, 0].mean((1, 2)) - images[:, 2].mean((1, 2))
 
+def warmth(images, prompts, metadata):
+    return images[:, 0].mean((1, 2)) - images[:, 2].mean((1, 2))
+
 class Redness:
     def __call__(self, images, prompts, metadata):
         return redness(images, prompts, metadata)

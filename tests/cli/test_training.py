@@ -121,6 +121,17 @@ def test_ddpo_trains_a_pipeline_on_the_prompts_of_a_file(reward, place, capsys):
     assert Path("runs/ddpo/pytorch_lora_weights.safetensors").exists()
 
 
+def test_align_prop_follows_the_gradient_of_a_reward(place, capsys):
+    tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
+    Path("drawings.txt").write_text("a red cat\na blue dog\n")
+    sizes = ("--sample_num_steps=2", "--train_batch_size=2", "--sample_guidance_scale=1")
+    words = ("--dataset=drawings.txt", "--reward=rewards.py:warmth", "--num_epochs=1", "--mixed_precision=no")
+    first, last = run("align-prop", *words, *sizes, capsys=capsys, model="pipeline")
+    assert first.startswith("after 1 updates: mean reward ")
+    assert last == 'The model is in runs/align-prop. Load it: pipeline.load_lora_weights("runs/align-prop")'
+    assert Path("runs/align-prop/pytorch_lora_weights.safetensors").exists()
+
+
 # --- settings ----------------------------------------------------------------------------------------------------
 
 

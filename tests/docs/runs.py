@@ -9,7 +9,7 @@ from tests.diffusion import tiny as tiny_diffusion
 from tests.lm import tiny
 from transformers import TrainerCallback
 
-from trimtab_diffusion import DDPOConfig, DDPOTrainer
+from trimtab_diffusion import AlignPropConfig, AlignPropTrainer, DDPOConfig, DDPOTrainer
 from trimtab_lm import (
     DPOConfig,
     DPOTrainer,
@@ -162,6 +162,19 @@ def ddpo(folder: Path) -> set[str]:
     return names
 
 
+def alignprop(folder: Path) -> set[str]:
+    names: set[str] = set()
+    sizes = {"sample_num_steps": 2, "train_batch_size": 2, "mixed_precision": "no"}
+    config = AlignPropConfig(num_epochs=1, logdir=str(folder), **sizes)
+    trainer = AlignPropTrainer(
+        config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), tiny_diffusion.stable_diffusion()
+    )
+    log = trainer.tracker.log
+    trainer.tracker.log = lambda stats, step: (names.update(stats), log(stats, step))
+    trainer.train()
+    return names
+
+
 RUNS: dict[str, Callable[[Path], set[str]]] = {
     "sft": sft,
     "reward": reward,
@@ -170,4 +183,5 @@ RUNS: dict[str, Callable[[Path], set[str]]] = {
     "grpo": grpo,
     "iterative-sft": iterative_sft,
     "ddpo": ddpo,
+    "alignprop": alignprop,
 }

@@ -1,6 +1,6 @@
-"""`trimtab ddpo`: a diffusion pipeline from rewards (Black et al. 2023, arXiv:2305.13301)."""
+"""`trimtab ddpo` and `trimtab align-prop`: a diffusion pipeline from rewards (arXiv:2305.13301, arXiv:2310.03739)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,13 @@ from diffusers.utils.logging import disable_progress_bar
 from trimtab_common.config import CountFromZero, setting
 from trimtab_common.sealing import CheckpointError
 from trimtab_common.seeding import set_seed
-from trimtab_diffusion import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
+from trimtab_diffusion import (
+    AlignPropConfig,
+    AlignPropTrainer,
+    DDPOConfig,
+    DDPOTrainer,
+    DefaultDDPOStableDiffusionPipeline,
+)
 from trimtab_diffusion.prompts import Prompts
 from trimtab_diffusion.training.sampling import RewardFunction
 from trimtab_lm.data.prompts import open_dataset
@@ -23,6 +29,12 @@ file); the reward function gets the others as metadata: reward(images, prompts, 
 
   trimtab ddpo --model stable-diffusion-v1-5/stable-diffusion-v1-5 --dataset prompts.txt \\
       --reward trimtab_diffusion.rewards:jpeg_incompressibility --num_epochs 50"""
+ABOUT_GRADIENT = """Learning from the gradient of a reward of images, through the denoising steps. The dataset
+has a column `prompt` (or `text`); reward(images, prompts, metadata) -> one number per image, differentiable in the
+images.
+
+  trimtab align-prop --model stable-diffusion-v1-5/stable-diffusion-v1-5 --dataset prompts.txt \\
+      --reward rewards.py:redness --num_epochs 50"""
 COLUMNS = ("prompt", "text")
 
 
@@ -69,18 +81,27 @@ class RunConfig:
 
 def ddpo(argv: Sequence[str]) -> int:
     """Train a diffusion pipeline from rewards."""
-    recipe = {"logdir": "runs/ddpo", "exp_name": "ddpo", "tracker_project_name": "trimtab", "log_with": tracker()}
+    return _train("ddpo", argv, DDPOConfig, DDPOTrainer, report, ABOUT)
+
+
+def align_prop(argv: Sequence[str]) -> int:
+    """Train a diffusion pipeline by the gradient of a reward."""
+    return _train("align-prop", argv, AlignPropConfig, AlignPropTrainer, report_batch, ABOUT_GRADIENT)
+
+
+def _train(name: str, argv: Sequence[str], config_kind: Any, kind: Any, hook: Callable[..., None], about: str) -> int:
+    recipe = {"logdir": f"runs/{name}", "exp_name": name, "tracker_project_name": "trimtab", "log_with": tracker()}
     if not torch.accelerator.is_available():
         recipe["mixed_precision"] = "no"  # half precision is for accelerators
-    run, config = settings("ddpo", argv, RunConfig, DDPOConfig, about=ABOUT, recipe=recipe)
+    run, config = settings(name, argv, RunConfig, config_kind, about=about, recipe=recipe)
     disable_progress_bar()
-    with errors_in_one_line("ddpo"):
+    with errors_in_one_line(name):
         set_seed(config.seed)
         use_lora = {"use_lora": run.lora_rank > 0, "lora_rank": run.lora_rank}
         pipeline = DefaultDDPOStableDiffusionPipeline(run.model, **use_lora)
-        trainer = DDPOTrainer(config, run.function(), run.prompts(), pipeline, report)
+        trainer = kind(config, run.function(), run.prompts(), pipeline, hook)
     trainer.sd_pipeline.set_progress_bar_config(disable=True)
-    with errors_in_one_line("ddpo", (CheckpointError,)):
+    with errors_in_one_line(name, (CheckpointError,)):
         trainer.train()
     trainer.save_pretrained(config.logdir)
     if trainer.accelerator.is_main_process:
@@ -89,8 +110,13 @@ def ddpo(argv: Sequence[str]) -> int:
     return 0
 
 
+def report_batch(batch: dict[str, Any], updates: int, tracker: object) -> None:
+    """Print the mean reward of an update's images; the `image_samples_hook` of AlignPropTrainer."""
+    report([[None, None, None, batch["rewards"], None]], updates, tracker)
+
+
 def report(batches: list[list[Any]], updates: int, tracker: object) -> None:
-    """Print the mean reward of an epoch's images on the main process; the `image_samples_hook` of the trainer."""
+    """Print the mean reward of an epoch's images on the main process; the `image_samples_hook` of DDPOTrainer."""
     if PartialState().is_main_process:
         rewards = torch.cat([torch.as_tensor(rewards) for _, _, _, rewards, _ in batches])
         print(f"after {updates} updates: mean reward {float(rewards.mean()):.4g}", flush=True)

@@ -31,6 +31,7 @@ TRAINING = {
     "ppo": Command("trimtab_cli.train", "ppo", "PPO with a value head, from prompts and rewards"),
     "iterative-sft": Command("trimtab_cli.raft", "iterative_sft", "fine-tuning on the best of n samples (RAFT)"),
     "ddpo": Command("trimtab_cli.ddpo", "ddpo", "DDPO of a diffusion pipeline, from rewards"),
+    "align-prop": Command("trimtab_cli.ddpo", "align_prop", "AlignProp of a pipeline, from a reward's gradient"),
 }
 OTHERS = {
     "sweep": Command("trimtab_cli.sweep.command", "main", "run a W&B sweep file, without a server"),
@@ -38,7 +39,7 @@ OTHERS = {
     "memory": Command("trimtab_cli.memory", "main", "what each GPU would hold in a training, per engine"),
 }
 COMMANDS = TRAINING | OTHERS
-NEEDED = {"ddpo": "trimtab_diffusion"}
+NEEDED = {"ddpo": "trimtab_diffusion", "align-prop": "trimtab_diffusion"}
 """Packages that subcommands need besides those that this one depends on."""
 HELP = {"-h", "--help", "--help-all"}
 

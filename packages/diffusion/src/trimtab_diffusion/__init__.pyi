@@ -1,3 +1,4 @@
+from .alignprop import AlignPropConfig as AlignPropConfig, AlignPropTrainer as AlignPropTrainer
 from .ddpo import DDPOConfig as DDPOConfig, DDPOTrainer as DDPOTrainer
 from .pipelines import (
     DDPOPipelineOutput as DDPOPipelineOutput,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_diffusion.lora import LORA_FILE, add_lora, base_of_lora, save_lora, stored_file, without_lora
-from trimtab_diffusion.recorder import denoiser_name, record
+from trimtab_diffusion.recorder import Finish, denoiser_name, record
 from trimtab_diffusion.steps import Scheduler, Steps, gaussian_logprob, gaussian_sample
 from trimtab_diffusion.trajectories import Schedule, Trajectories
 
@@ -140,6 +140,7 @@ class DDPOStableDiffusionPipeline:
         eta: float = 1.0,
         storage_dtype: torch.dtype | None = None,
         storage_device: torch.device | str | None = None,
+        finish: Finish | None = None,
         **kwargs: Any,
     ) -> DDPOPipelineOutput:
         """Samples images or videos and records the steps: see `recorder.record`.
@@ -148,6 +149,7 @@ class DDPOStableDiffusionPipeline:
             args: the prompt, or nothing.
             eta: scale of the steps' noise.
             storage_dtype, storage_device: the dtype and the device that keep the trajectories.
+            finish: gives the latents that are decoded, with a gradient.
             kwargs: arguments of the pipeline, before those of `call_kwargs`.
         """
         if args:
@@ -157,6 +159,7 @@ class DDPOStableDiffusionPipeline:
             eta=eta,
             storage_dtype=storage_dtype,
             storage_device=storage_device,
+            finish=finish,
             **{**self.call_kwargs, **kwargs},
         )
         self.schedule = path.schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, TypeAlias, cast
 
@@ -18,6 +18,7 @@ from trimtab_diffusion.trajectories import Arguments, Fixed, Schedule, Trajector
 
 Asked: TypeAlias = tuple[str, float | None, bool, torch.dtype]
 """How a denoiser is asked: the fields of `Schedule` from `name` on."""
+Finish: TypeAlias = Callable[[Trajectories], Tensor]
 POSITIONS = ("txt_ids", "img_ids")
 """Arguments of denoisers that have a row per token and none per image."""
 
@@ -44,6 +45,7 @@ def record(
     generator: torch.Generator | None = None,
     storage_dtype: torch.dtype | None = None,
     storage_device: torch.device | str | None = None,
+    finish: Finish | None = None,
     **call: Any,
 ) -> tuple[Any, Trajectories]:
     """Calls `pipeline(generator=generator, **call)` and records its steps.
@@ -55,6 +57,8 @@ def record(
         storage_dtype: latents are rounded to it after each step. The pipeline continues from the rounded latents, so
             that the stored latents are those that are scored. None: no rounding.
         storage_device: the device that keeps the trajectories. None: the pipeline's.
+        finish: gives the latents that the pipeline decodes in place of the last ones. It and the decoder run with
+            gradients.
         call: arguments of the pipeline.
 
     Returns:
@@ -69,7 +73,7 @@ def record(
             "eta=0 makes every step deterministic, so that it has no log-probability. Use eta > 0 (DDIM: 1 is DDPM's "
             "noise; flow matching: 0.7 is usual), or call the diffusers pipeline itself to sample without recording."
         )
-    recorder = _Recorder(pipeline, eta, generator, storage_dtype, storage_device, call)
+    recorder = _Recorder(pipeline, eta, generator, storage_dtype, storage_device, finish, call)
     pipe = recorder.pipeline
     stock = pipe.scheduler.step
     hook = recorder.denoiser.register_forward_hook(recorder.see, with_kwargs=True)
@@ -97,10 +101,12 @@ class _Recorder:
         generator: torch.Generator | None,
         storage_dtype: torch.dtype | None,
         storage_device: torch.device | str | None,
+        finish: Finish | None,
         settings: Mapping[str, Any],
     ):
         self.pipeline = cast(Any, pipeline)  # diffusers does not declare the parts of a pipeline
         self.eta, self.generator, self.dtype, self.device = eta, generator, storage_dtype, storage_device
+        self.finish = finish
         self.denoiser: nn.Module = getattr(pipeline, denoiser_name(pipeline))
         self.signature = inspect.signature(type(self.denoiser).forward)
         default = inspect.signature(type(pipeline).__call__).parameters.get("true_cfg_scale")
@@ -155,6 +161,9 @@ class _Recorder:
         self.logprobs.append(
             gaussian_logprob(following, mean, std) if self.steps.is_random[number] else torch.zeros_like(std)
         )
+        if self.finish is not None and len(self.latents) == len(self.steps):
+            torch.set_grad_enabled(True)  # until the pipeline's call ends, which restores what was before it
+            following = self.finish(self.trajectories()).to(sample.dtype)
         if isinstance(result, tuple):
             return (following, *result[1:])
         result.prev_sample = following

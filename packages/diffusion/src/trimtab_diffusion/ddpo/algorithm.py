@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from trimtab_common.formulas.advantages import group_whitened
 from trimtab_common.stats import Mean, Stats
+from trimtab_diffusion.training.optimizing import Updates
 from trimtab_diffusion.trajectories import Pairs
 
 from .config import DDPOConfig
@@ -27,19 +27,6 @@ class Losses(tuple[Tensor, ...]):
         losses = super().__new__(cls, (loss, approx_kl, clipped))
         losses.stats = stats
         return losses
-
-
-class Optimizer(Protocol):
-    """Takes optimizer steps, each of several parts."""
-
-    def parts(self, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The chunks that make a step."""
-
-    def backward(self, loss: Tensor, share: float) -> None:
-        """Adds the gradient of a part's loss, which is `share` of the step's."""
-
-    def step(self) -> Stats:
-        """Changes the weights; returns the statistics of the gradient's norm."""
 
 
 def advantages_of(rewards: Tensor, prompts: Tensor, config: DDPOConfig) -> Tensor:
@@ -63,7 +50,7 @@ def update(
     random_steps: Tensor,
     pairs_of: Callable[[Tensor, Tensor, torch.Generator], Pairs],
     loss_of: Loss,
-    optimizer: Optimizer,
+    optimizer: Updates,
     *,
     generators: Sequence[torch.Generator],
     config: DDPOConfig,

@@ -55,14 +55,6 @@ class Samples:
             **self.others,
         }
 
-    def captioned(self, limit: int) -> tuple[list[Tensor], list[str]]:
-        """At most `limit` images of the last batch, each with its prompt and its reward; a video's frames in a row."""
-        images, prompts, _, rewards, _ = self.batches[-1]
-        if images.dim() == 5:
-            images = images.permute(0, 2, 3, 1, 4).flatten(3)  # [B, 3, H, F W]
-        captions = [f"{prompt} | {reward:.3f}" for prompt, reward in zip(prompts, rewards.tolist(), strict=True)]
-        return list(images.clamp(0, 1))[:limit], captions[:limit]
-
 
 @dataclass
 class Batches(Sequence[list[Any]]):

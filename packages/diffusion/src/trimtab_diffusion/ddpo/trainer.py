@@ -22,7 +22,7 @@ from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
 from trimtab_diffusion.training.base import SAMPLE, TRAIN, PipelineTrainer
 from trimtab_diffusion.training.hook import HookTracker
 from trimtab_diffusion.training.optimizing import Updates
-from trimtab_diffusion.training.sampling import PromptFunction, RewardFunction, draw_prompts, rewards_of
+from trimtab_diffusion.training.sampling import PromptFunction, RewardFunction, captioned, draw_prompts, rewards_of
 from trimtab_diffusion.trajectories import Trajectories, noised_pairs, sampled_pairs
 
 from .algorithm import Losses, advantages_of, update
@@ -261,7 +261,8 @@ class DDPOTrainer(PipelineTrainer):
         if kl is not None:
             self.kl_ctl.update(kl, len(samples.rewards) * self.accelerator.num_processes)
         self.run.tracker.log({**gathered, **health}, self.global_step)
-        self.run.tracker.images("pictures", *samples.captioned(16), self.global_step)
+        images, prompts, _, rewards, _ = samples.batches[-1]
+        self.run.tracker.images("pictures", *captioned(images, prompts, rewards), self.global_step)
 
     # ------------------------------------------------- what scripts of 2024 read
 

@@ -42,7 +42,7 @@ def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sched
 
 @dataclass
 class Updates:
-    """Takes optimizer steps of several parts each; see `algorithm.Optimizer`.
+    """Takes optimizer steps of several parts each, on any engine of the accelerator.
 
     Args:
         accelerator: weighs the parts and exchanges their gradients.

@@ -61,3 +61,13 @@ def rewards_of(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, 
     rewards, metadata = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     items = [f"image {i} of a batch, prompt {prompt!r}" for i, prompt in enumerate(prompts)]
     return torch.tensor(checked_scores(rewards, items, source=f"What {name} returned")), metadata
+
+
+def captioned(
+    images: Tensor, prompts: Sequence[str], rewards: Tensor, limit: int = 16
+) -> tuple[list[Tensor], list[str]]:
+    """At most `limit` images [B, 3, H, W], each with its prompt and its reward; a video's frames in a row."""
+    if images.dim() == 5:
+        images = images.permute(0, 2, 3, 1, 4).flatten(3)  # [B, 3, H, F W]
+    captions = [f"{prompt} | {reward:.3f}" for prompt, reward in zip(prompts, rewards.tolist(), strict=True)]
+    return list(images.clamp(0, 1))[:limit], captions[:limit]

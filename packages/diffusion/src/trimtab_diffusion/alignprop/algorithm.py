@@ -1,0 +1,107 @@
+"""AlignProp (Prabhudesai et al. 2023, arXiv:2310.03739) and DRaFT (Clark et al. 2023, arXiv:2309.17400)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from trimtab_common.stats import Deviation, Mean, Stats
+from trimtab_diffusion.training.optimizing import Updates
+from trimtab_diffusion.trajectories import Trajectories, sampled_pairs
+
+from .config import AlignPropConfig
+
+
+def first_step(config: AlignPropConfig, generator: torch.Generator) -> int:
+    """The first denoising step with a gradient: K = T - this (AlignProp section 4, DRaFT-K of DRaFT section 4)."""
+    if not config.truncated_backprop_rand:
+        return config.truncated_backprop_timestep
+    low, high = config.truncated_rand_backprop_minmax
+    drawn = int(torch.randint(low, high + 1, (), generator=generator))
+    return min(drawn, config.sample_num_steps - 1)
+
+
+def latents_with_gradient(path: Trajectories, denoiser: nn.Module, first: int) -> Tensor:
+    """The last latents of sampled images, as a function of the denoiser's weights: DRaFT algorithm 1.
+
+    A step is x' = mean(x) + std noise. The noise stays as it was drawn, so that the gradient goes through the means,
+    from one step to the next.
+
+    Args:
+        path: the steps of B images, sampled with the denoiser's weights.
+        denoiser: as it was prepared.
+        first: the steps from this one on have a gradient.
+
+    Returns:
+        [B, ...], equal to the sampled latents.
+    """
+    schedule, device = path.schedule, path.first.device
+    latents = torch.empty(0)
+    for step in range(first, len(schedule.steps)):
+        index = torch.full((len(path),), step)
+        pairs = sampled_pairs(path, device, torch.arange(len(path)), index)
+        before = pairs.latents if step == first else latents
+        mean, _ = schedule.gaussian(denoiser, before, index, pairs.conditions)
+        latents = (pairs.next_latents + (mean - mean.detach())).to(pairs.latents.dtype)
+    return latents
+
+
+def redrawn_latents(path: Trajectories, denoiser: nn.Module, count: int, generator: torch.Generator) -> Tensor:
+    """Sampled latents that are noised again and take their last step once more: DRaFT-LV (section 4, algorithm 1).
+
+    The gradients of several noises, averaged, have less variance than that of the one that was drawn.
+
+    Args:
+        path: the steps of B images.
+        denoiser: as it was prepared.
+        count: how many times each is noised.
+        generator: draws the noise, on the latents' device.
+
+    Returns:
+        [count B, ...], all B images with the first noise, and so on.
+    """
+    schedule, device = path.schedule, path.first.device
+    rows = torch.arange(len(path)).repeat(count)
+    index = torch.full_like(rows, len(schedule.steps) - 1)
+    pairs = sampled_pairs(path, device, rows, index)
+    noise = torch.randn(pairs.latents.shape, generator=generator, device=device)
+    noised, _ = schedule.steps.noised(pairs.next_latents.float(), noise, index)
+    mean, _ = schedule.gaussian(denoiser, noised.to(pairs.latents.dtype), index, pairs.conditions)
+    return mean.to(pairs.latents.dtype)
+
+
+def reward_loss(rewards: Tensor) -> Tensor:
+    """10 - r, averaged (AlignProp, whose aesthetic scores are below 10); the constant has no gradient.
+
+    Args:
+        rewards: [B].
+    """
+    return 10.0 - rewards.mean()
+
+
+def update(
+    count: int,
+    rewards_of: Callable[[Tensor], Tensor],
+    loss_of: Callable[[Tensor], Tensor],
+    optimizer: Updates,
+    *,
+    config: AlignPropConfig,
+) -> list[Stats]:
+    """One optimizer step on `count` samples; returns its statistics.
+
+    Args:
+        count: samples of the step.
+        rewards_of: samples the images with the numbers [n], and returns their rewards, with a gradient.
+        loss_of: the loss of rewards, a mean.
+        optimizer: takes the step.
+        config: how many samples have room at a time.
+    """
+    stats = list[Stats]()
+    for part in optimizer.parts(torch.arange(count).split(config.train_batch_size)):
+        rewards = rewards_of(part)
+        loss = loss_of(rewards)
+        optimizer.backward(loss, len(part) / count)
+        seen = rewards.detach()
+        moments: Stats = {"reward_mean": Mean.of(seen), "reward_std": Deviation.of(seen)}
+        stats.append(moments | {"loss": Mean(loss.detach() * len(part), len(part))})
+    return [*stats, optimizer.step()]
