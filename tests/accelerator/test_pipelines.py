@@ -1,4 +1,4 @@
-"""DDPO trains every pipeline on an accelerator, and resumes to the same bits."""
+"""DDPO trains every pipeline on an accelerator, AlignProp two, and both resume to the same bits."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,13 @@ from tests.diffusion import test_modern_pipelines as modern
 from tests.diffusion import tiny
 from tests.diffusion.test_modern_pipelines import Turns, brightness, differing, weights
 
-from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
+from trimtab_diffusion import (
+    AlignPropConfig,
+    AlignPropTrainer,
+    DDPOConfig,
+    DDPOStableDiffusionPipeline,
+    DDPOTrainer,
+)
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.filterwarnings("ignore")]
 
@@ -43,14 +49,27 @@ def trainer(kind: str, folder: Path, *, use_lora: bool, **settings: Any) -> DDPO
     return DDPOTrainer(DDPOConfig(**defaults | settings), brightness, Turns(), pipeline)
 
 
-def resumes(kind: str, folder: Path, **settings: Any) -> None:
-    ddpo = trainer(kind, folder, **settings)
-    assert ddpo.accelerator.device.type == "musa"
-    before = weights(ddpo.sd_pipeline.denoiser)
-    history = ddpo.train(2)
+def by_gradient(kind: str, folder: Path, *, use_lora: bool, **settings: Any) -> AlignPropTrainer:
+    with tiny.from_seed(1):
+        pipeline = DDPOStableDiffusionPipeline(BUILD[kind](), use_lora=use_lora)
+    defaults: dict[str, Any] = {
+        "logdir": str(folder),
+        "sample_num_steps": 3,
+        "train_batch_size": 2,
+        "train_gradient_accumulation_steps": 2,
+        "train_learning_rate": 1e-2,
+    }
+    return AlignPropTrainer(AlignPropConfig(**defaults | settings), brightness, Turns(), pipeline)
+
+
+def resumes(kind: str, folder: Path, trainer: Callable[..., Any] = trainer, **settings: Any) -> None:
+    straight = trainer(kind, folder, **settings)
+    assert straight.accelerator.device.type == "musa"
+    before = weights(straight.sd_pipeline.denoiser)
+    history = straight.train(2)
     assert all(torch.isfinite(torch.tensor(stats["loss"])) for stats in history)
-    after = weights(ddpo.sd_pipeline.denoiser)
-    assert differing(ddpo.sd_pipeline.denoiser, before)
+    after = weights(straight.sd_pipeline.denoiser)
+    assert differing(straight.sd_pipeline.denoiser, before)
 
     checkpoint = str(folder / "checkpoints" / "checkpoint-1")
     again = trainer(kind, folder, resume_from=checkpoint, **settings)
@@ -69,3 +88,14 @@ def test_every_pipeline(kind: str, use_lora: bool, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["sd", "sd3"])
 def test_mixed_precision(kind: str, precision: str, use_lora: bool, tmp_path: Path):
     resumes(kind, tmp_path, use_lora=use_lora, mixed_precision=precision)
+
+
+LAST = {"truncated_backprop_rand": False, "truncated_backprop_timestep": 2, "low_variance_samples": 2}
+
+
+@pytest.mark.parametrize("settings", [{}, LAST], ids=["random", "low variance"])
+@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["sd", "sd3"])
+def test_gradients_of_rewards(kind: str, precision: str, use_lora: bool, settings: dict[str, Any], tmp_path: Path):
+    resumes(kind, tmp_path, by_gradient, use_lora=use_lora, mixed_precision=precision, **settings)

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from tests.accelerator.runs import Case, build, ppo
+from tests.accelerator.test_pipelines import by_gradient
 from tests.accelerator.test_pipelines import trainer as ddpo
 from tests.test_every_trainer import WORDS, length
 
+import trimtab_diffusion.alignprop.trainer
 import trimtab_lm.dpo.trainer
 import trimtab_lm.grpo.trainer
 from trimtab_lm import PPOTrainer
@@ -93,5 +95,14 @@ def test_ddpos_advantages_and_log_probabilities(name: str, tmp_path: Path):
         return whole(latents, timesteps, next_latents, embeds=embeds, **tensors | {name: tensors[name].cpu()})
 
     trainer.calculate_loss = calculate_loss
+    with pytest.raises(RuntimeError, match=REFUSED):
+        trainer.train(1)
+
+
+def test_alignprops_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = trimtab_diffusion.alignprop.trainer
+    whole = module.latents_with_gradient
+    monkeypatch.setattr(module, "latents_with_gradient", lambda *args, **kwargs: whole(*args, **kwargs).cpu())
+    trainer = by_gradient("sd", tmp_path, use_lora=True, mixed_precision="no")
     with pytest.raises(RuntimeError, match=REFUSED):
         trainer.train(1)
