@@ -185,15 +185,17 @@ def test_complex_numbers(call: Callable[[Tensor], Tensor]):
     torch.testing.assert_close(there.cpu(), call(x))
 
 
+@pytest.mark.parametrize("keys", [4, 2])
 @pytest.mark.parametrize("mask", [None, "bool", "float"])
-def test_attention_is_one_launch_without_a_matrix_of_scores(mask: str | None, device: ModuleType):
+def test_attention_is_one_launch_without_a_matrix_of_scores(mask: str | None, keys: int, device: ModuleType):
     def attend(where: str) -> list[Tensor]:
         torch.manual_seed(0)
-        three = [torch.randn(1, 2, 64, 8).to(where).requires_grad_() for _ in range(3)]
+        three = [torch.randn(1, heads, 64, 8).to(where).requires_grad_() for heads in (4, keys, keys)]
         seen = torch.ones(64, 64, dtype=torch.bool).tril().to(where)
         bias = {"bool": seen, "float": torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -1e9)}.get(mask)
         device.clear()
-        output = F.scaled_dot_product_attention(*three, attn_mask=bias, is_causal=mask is None)
+        options = {"attn_mask": bias, "is_causal": mask is None, "enable_gqa": keys < 4}
+        output = F.scaled_dot_product_attention(*three, **options)
         (output**2).sum().backward()
         return [output.detach().cpu(), *(t.grad.cpu() for t in three)]  # type: ignore[union-attr]
 

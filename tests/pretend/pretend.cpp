@@ -362,8 +362,8 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
 using Mask = std::optional<Tensor>;
 int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& mask, double dropout,
                          bool is_causal, std::optional<double>, bool) {
-  bool is_fit = query.dim() == 4 && query.numel() && key.numel() && query.size(1) == key.size(1) &&
-                query.size(1) == value.size(1) && query.size(3) == value.size(3) && query.stride(3) == 1 &&
+  bool is_fit = query.dim() == 4 && query.numel() && key.numel() && query.size(1) % key.size(1) == 0 &&
+                key.size(1) == value.size(1) && query.size(3) == value.size(3) && query.stride(3) == 1 &&
                 key.stride(3) == 1 && value.stride(3) == 1 && dropout == 0;
   bool is_mask_fit = !mask || (!mask->requires_grad() && (mask->dim() == 2 || mask->dim() == 4) && !is_causal);
   return int64_t(is_fit && is_mask_fit ? at::SDPBackend::overrideable : at::SDPBackend::math);
