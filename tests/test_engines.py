@@ -32,7 +32,8 @@ def rows_under(heading: str) -> list[list[str]]:
 
 @cache
 def llama(name: str, lora_rank: int) -> ModelSize:
-    return size_of(AutoConfig.from_pretrained(ROOT / "configs" / "models" / f"llama_{name.lower()}.json"), lora_rank)
+    file = ROOT / "configs" / "models" / f"llama_{name.lower()}.json"
+    return size_of(AutoConfig.from_pretrained(file), MemoryConfig(name, lora_rank=lora_rank))
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
@@ -53,6 +54,7 @@ def test_a_batch_script_is_valid_bash(script: Path):
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+@pytest.mark.slow  # counts the operators of a model of 80 layers
 def test_the_memory_in_the_docs_is_what_the_function_computes():
     rows = rows_under("Memory per GPU")
     assert {row[0] for row in rows} == {"1B", "7B", "70B"}

@@ -1,9 +1,12 @@
 """The printed memory per GPU equals the bytes really allocated, and hand-worked numbers."""
 
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trimtab_cli.memory import GIB, Memory, MemoryConfig, engines, main, memory, size_of
@@ -34,21 +37,22 @@ def test_weights_gradients_and_optimizer_states_are_the_bytes_that_a_training_al
     allocated = [sum(tensor.nbytes for tensor in part) for part in (list(model.parameters()), gradients, moments)]
 
     config = MemoryConfig("llama", gpus=1, lora_rank=lora_rank, weights=weights)
-    counted = memory(size_of(LLAMA, lora_rank), engines(config)["one GPU"], config)
+    counted = memory(size_of(LLAMA, config), engines(config)["one GPU"], config)
     assert [counted.weights, counted.gradients, counted.optimizer] == allocated
 
 
 def test_an_encoder_decoder_is_counted_too():
     model = tiny.t5()
-    size = size_of(model.config)
+    size = size_of(model.config, MemoryConfig("t5", tokens=64, length=32))
     assert size.parameters == sum(weight.numel() for weight in model.parameters())
-    assert size.layers == model.config.num_layers + model.config.num_decoder_layers
+    assert min(size.activations.values()) > 0
 
 
 def test_shares_add_up_to_the_whole():
     """16 bytes per parameter in float32 with AdamW; ZeRO's are 2 + 2 + 12 (Rajbhandari et al. 2020, Figure 1)."""
-    size, gpus = size_of(LLAMA), 8
+    gpus = 8
     config = MemoryConfig("llama", gpus=gpus)
+    size = size_of(LLAMA, config)
     state = {}
     for name, engine in engines(config).items():
         parts = memory(size, engine, config)
@@ -57,21 +61,57 @@ def test_shares_add_up_to_the_whole():
 
 
 def test_a_reference_is_the_weights_again_and_a_critic_the_whole_training():
-    size, engine = size_of(LLAMA), engines(MemoryConfig("llama"))["FSDP2"]
-    parts = memory(size, engine, MemoryConfig("llama", reference=True, critic=True))
+    config = MemoryConfig("llama", reference=True, critic=True)
+    size, engine = size_of(LLAMA, config), engines(config)["FSDP2"]
+    parts = memory(size, engine, config)
     assert parts.reference == parts.weights
     assert parts.critic == parts.weights + parts.gradients + parts.optimizer
-    adapted = memory(size_of(LLAMA, 4), engine, MemoryConfig("llama", reference=True, lora_rank=4))
-    assert adapted.reference == 0
+    assert parts.activations == 2 * memory(size, engine, MemoryConfig("llama")).activations
+    assert memory(size, engine, MemoryConfig("llama", reference=True, lora_rank=4)).reference == 0
 
 
-def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer():
-    """34 x hidden units per token and layer without checkpointing (Korthikanti et al. 2022, Equation 1)."""
-    size, engine = size_of(LLAMA), engines(MemoryConfig("llama"))["one GPU"]
-    kept = [
-        memory(size, engine, MemoryConfig("llama", tokens=10, checkpointing=on)).activations for on in (False, True)
-    ]
-    assert kept == [10 * 32 * 34 * 3, 10 * 32 * (34 + 2 * 3)]
+def activations(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> int:
+    config = MemoryConfig("llama", **{"tokens": 4 * 64, "length": 64, "scored": 8, "checkpointing": False} | settings)
+    return size_of(LLAMA, config).activations[dtype]
+
+
+def test_activations_are_what_a_real_forward_pass_keeps_for_backward():
+    """Backward needs less than a layer beside them. One token is scored: the head's part is small."""
+    model = AutoModelForCausalLM.from_config(LLAMA, dtype=torch.bfloat16).train()
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        states = model.model(input_ids=torch.zeros(4, 64, dtype=torch.long), use_cache=False).last_hidden_state
+    assert states.requires_grad
+    forward = sum(kept.values())
+    assert forward < activations(scored=1) < forward * (1 + 1 / LLAMA.num_hidden_layers)
+
+
+def test_activations_grow_with_the_tokens_and_autocast_adds_copies_of_the_weights():
+    few, more, most = (activations(tokens=tokens) for tokens in (256, 512, 768))
+    assert most - more == pytest.approx(more - few, rel=0.01)
+    copies = 2 * size_of(LLAMA, MemoryConfig("llama")).parameters  # the embedding is the head
+    assert activations(torch.float32) > few + 0.8 * copies
+
+
+def test_weights_are_not_counted_among_the_activations():
+    """For one token there is little but the gradient of one weight at a time, and that of the head."""
+    parameters = size_of(LLAMA, MemoryConfig("llama")).parameters
+    assert activations(tokens=1, length=1, scored=1) < 2 * parameters * 2 / 3
+
+
+def test_checkpointing_keeps_less_and_a_mask_of_answers_more():
+    """A layer keeps the mask as numbers of two bytes, for each pair of positions in a row."""
+    whole, rows, layers = activations(scored=32), 4, LLAMA.num_hidden_layers
+    assert activations(scored=32, checkpointing=True) < whole / 1.5
+    assert activations(scored=32, trainer="dpo") - whole > layers * rows * 64**2 * 2
 
 
 def test_the_command_prints_a_row_for_each_engine(tmp_path, capsys):
@@ -80,7 +120,7 @@ def test_the_command_prints_a_row_for_each_engine(tmp_path, capsys):
     _, head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["engine", *Memory._fields, "total"]
     assert [row.split()[0] for row in rows] == ["DDP", "ZeRO-2", "ZeRO-3", "FSDP2"]
-    assert float(rows[0].split()[1]) == round(4 * size_of(LLAMA).parameters / GIB, 1)
+    assert float(rows[0].split()[1]) == round(4 * size_of(LLAMA, MemoryConfig("llama")).parameters / GIB, 1)
 
 
 def test_the_command_says_in_a_line_that_there_is_no_such_model(tmp_path, capsys):

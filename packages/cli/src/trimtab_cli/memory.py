@@ -1,32 +1,41 @@
-"""Training memory on each GPU, per engine: `trimtab memory --model ID_OR_CONFIG --gpus 8`.
+"""Training memory on each GPU, per engine: `trimtab memory --model ID_OR_CONFIG --trainer dpo --gpus 8`.
 
-Weights, gradients and optimizer states are counted from the model itself, which is built without memory. Copies of
-weights and activations are estimates.
+The model is built without memory. Weights, gradients and optimizer states are those that it has; activations are what
+the operators of a forward and backward pass would hold.
 """
 
+import copy
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from trimtab_common.config import Count, CountFromZero, parse_config, setting
 from trimtab_lm.compat.models import undivided
-from trimtab_lm.models.loading import AutoModel
+from trimtab_lm.compat.tracing import UNMASKED, peak_bytes
+from trimtab_lm.interface import Forward, decoder_config, trunk_of
+from trimtab_lm.tokens.attention import tree_mask
+from trimtab_lm.tokens.layout import TokenGroup, lay_out
+from trimtab_lm.tokens.logprobs import forward_replaced
+from trimtab_lm.tokens.scores import score_linear
 
 GIB = 2**30
-COMPUTE_BYTES = 2
-"""Of a weight or activation as the GPU computes with it: bfloat16."""
 GATHERED_LAYERS = 2
-"""Layers whose sharded weights are gathered at a time: the one that runs and the one after it."""
-LAYER_ACTIVATIONS = 34
-"""Bytes that a layer keeps for backward, per token and hidden unit, in 16 bits.
-
-Korthikanti et al. 2022, arXiv:2205.05198, Eq. 1, without the attention scores, which flash attention does not store.
-"""
+"""Layers whose sharded weights are gathered at a time, in bfloat16: the one that runs and the one after it."""
 
 
 @dataclass
@@ -34,6 +43,9 @@ class MemoryConfig:
     """What is trained, and on how many GPUs."""
 
     model: str = setting("Hub id, folder, or configuration file (json) of a language model.")
+    trainer: Literal["sft", "reward", "dpo", "grpo", "ppo"] = setting(
+        "In dpo, reward and grpo several answers share a prompt.", default="sft"
+    )
     gpus: Count = setting("GPUs that share the training.", default=8)
     weights: Literal["float32", "bfloat16"] = setting(
         "Type in which the weights are loaded. With float32 the GPUs compute in bfloat16 (bf16=True).",
@@ -43,6 +55,9 @@ class MemoryConfig:
     reference: bool = setting("Hold a frozen copy as the reference; adapters need none.", default=False)
     critic: bool = setting("Train a second model of this size as PPO's separate critic.", default=False)
     tokens: Count = setting("Tokens of a micro-batch on one GPU.", default=8192)
+    length: Count = setting("Tokens of a document of it, or of a prompt and its answers.", default=2048)
+    scored: CountFromZero = setting("Tokens of it that are answers. 0: all.", default=0)
+    answers: Count = setting("Answers of a prompt: grpo's num_generations.", default=8)
     checkpointing: bool = setting("Compute activations again in backward (activation checkpointing).", default=True)
 
 
@@ -53,15 +68,14 @@ class ModelSize(NamedTuple):
         parameters: numbers that the model has; a tied weight counts once.
         trainable: the trained ones.
         largest_layer: parameters of the largest part that is gathered at once: a layer, the embedding or the head.
-        layers: the layers of the decoder, and of the encoder if there is one.
-        hidden_size: width of a layer.
+        activations: bytes at the peak of a micro-batch beside weights, gradients and optimizer states, by the type of
+            the weights that the GPU computes with: float32 ones are cast to bfloat16 (autocast), layer by layer.
     """
 
     parameters: int
     trainable: int
     largest_layer: int
-    layers: int
-    hidden_size: int
+    activations: dict[torch.dtype, int]
 
 
 class Engine(NamedTuple):
@@ -108,10 +122,9 @@ class Memory(NamedTuple):
         gradients: the gradients of its parameters.
         optimizer: its states.
         reference: a frozen copy of the model.
-        critic: a second model that trains.
-        copies: bfloat16 weights to compute with: of all layers where autocast casts float32 weights, of
-            `GATHERED_LAYERS` where the GPUs hold shares.
-        activations: that a micro-batch keeps for backward.
+        critic: a second model that trains; the activations count twice then.
+        gathered: bfloat16 weights of `GATHERED_LAYERS`, where the GPUs hold shares.
+        activations: what a micro-batch keeps for backward, its logits, and copies of weights in bfloat16.
     """
 
     weights: float
@@ -119,7 +132,7 @@ class Memory(NamedTuple):
     optimizer: float
     reference: float
     critic: float
-    copies: float
+    gathered: float
     activations: float
 
     @property
@@ -128,18 +141,15 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def size_of(config: PreTrainedConfig, lora_rank: int = 0) -> ModelSize:
+def size_of(model: PreTrainedConfig, config: MemoryConfig) -> ModelSize:
     """The size of a model with this configuration, which is built on torch's meta device.
 
     Args:
-        config: the config of a causal or encoder-decoder language model.
-        lora_rank: the rank of adapters on all linear layers, which train alone; 0: no adapters.
+        model: the config of a causal or encoder-decoder language model.
+        config: how the model is trained.
     """
-    kind: AutoModel = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    with torch.device("meta"):
-        base = cast(PreTrainedModel, kind.from_config(config))
-        if lora_rank:  # which puts the adapters into the model
-            get_peft_model(base, LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+    base = build(model, config, torch.float32)
+    tokens = laid_out(base, config)
     blocks = set(undivided(base) or ())  # which transformers does not split, and engines gather one by one
     layers = [module for module in base.modules() if type(module).__name__ in blocks]
     heads = filter(None, (base.get_input_embeddings(), base.get_output_embeddings()))
@@ -147,9 +157,61 @@ def size_of(config: PreTrainedConfig, lora_rank: int = 0) -> ModelSize:
         parameters=base.num_parameters(),
         trainable=base.num_parameters(only_trainable=True),
         largest_layer=max(sum(weight.numel() for weight in part.parameters()) for part in [*layers, *heads]),
-        layers=len(layers),
-        hidden_size=config.get_text_config().hidden_size,
+        activations={
+            dtype: peak_bytes(base, partial(backward, base, config, tokens, autocasts=dtype == torch.float32))
+            for dtype, base in ((torch.float32, base), (torch.bfloat16, build(model, config, torch.bfloat16)))
+        },
     )
+
+
+def build(model: PreTrainedConfig, config: MemoryConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without memory, with adapters if they are trained."""
+    kind: Any = AutoModelForSeq2SeqLM if model.is_encoder_decoder else AutoModelForCausalLM
+    model = copy.deepcopy(model)  # the next lines change it
+    if config.trainer == "reward":
+        kind, model.num_labels = AutoModelForSequenceClassification, 1
+    with torch.device("meta"):
+        base = cast(PreTrainedModel, kind.from_config(model, dtype=dtype, attn_implementation=UNMASKED))
+        if config.lora_rank:  # which puts the adapters into the model
+            get_peft_model(base, LoraConfig(r=config.lora_rank, target_modules="all-linear"))
+    return base
+
+
+def laid_out(base: PreTrainedModel, config: MemoryConfig) -> dict[str, Tensor]:
+    """A micro-batch in the rows in which the trainers lay it out."""
+    count, branches = max(config.tokens // config.length, 1), {"sft": 1, "ppo": 1, "grpo": config.answers}
+    answers = branches.get(config.trainer, 2)
+    length = (config.scored or config.tokens) // (count * answers)
+    prompt = [0] * (config.length - answers * length)
+    group = TokenGroup(prompt, [[0] * length] * answers, [[1] * length] * answers)
+    return lay_out([group] * count, "tree", pad_token_id=0, hidden_size=decoder_config(base).hidden_size)
+
+
+def backward(base: PreTrainedModel, config: MemoryConfig, tokens: dict[str, Tensor], *, autocasts: bool) -> None:
+    """Computes the gradients of a micro-batch as the trainers do, at any tokens."""
+    if config.checkpointing:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    base.train()
+    ids, targets = (torch.zeros(tokens[name].shape, dtype=torch.long) for name in ("input_ids", "targets"))
+    inputs = {"input_ids": ids}
+    if base.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    elif "branch" in tokens:
+        inputs |= {"position_ids": ids, "attention_mask": tree_mask(ids, ids)}
+    head = base.get_output_embeddings()
+
+    def score(run: Forward, states: Tensor) -> tuple[Tensor, ...]:
+        read = states.flatten(0, 1).index_select(0, targets)
+        scores = score_linear(read, cast(nn.Linear, head), targets, is_summed=config.trainer == "sft")
+        return run(states[:, :0]), scores.logprobs
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        if head is None:
+            scored = [trunk_of(base)(**inputs, use_cache=False).last_hidden_state]
+        else:
+            with forward_replaced(head, score) as scored:
+                base(**inputs, use_cache=False)
+    scored[0].sum().backward()
 
 
 def memory(size: ModelSize, engine: Engine, config: MemoryConfig) -> Memory:
@@ -165,26 +227,25 @@ def memory(size: ModelSize, engine: Engine, config: MemoryConfig) -> Memory:
     weights = (engine.frozen * frozen + engine.weights * size.trainable) / share["weights"]
     gradients = engine.gradients * size.trainable / share["gradients"]
     optimizer = engine.optimizer * size.trainable / share["optimizer"]
-    copies = size.parameters if engine.frozen > COMPUTE_BYTES else 0
-    if "weights" in engine.divided:
-        copies = GATHERED_LAYERS * size.largest_layer
-    kept = COMPUTE_BYTES * size.layers + LAYER_ACTIVATIONS if config.checkpointing else LAYER_ACTIVATIONS * size.layers
+    is_sharded = "weights" in engine.divided
+    autocasts = engine.frozen == torch.float32.itemsize and not is_sharded
     return Memory(
         weights,
         gradients,
         optimizer,
         reference=weights if config.reference and not config.lora_rank else 0,
         critic=weights + gradients + optimizer if config.critic else 0,
-        copies=COMPUTE_BYTES * copies,
-        activations=config.tokens * size.hidden_size * kept,
+        gathered=torch.bfloat16.itemsize * GATHERED_LAYERS * size.largest_layer if is_sharded else 0,
+        activations=size.activations[torch.float32 if autocasts else torch.bfloat16] * (1 + config.critic),
     )
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the table of the model that the words of the command line name; the exit status."""
     (config,) = parse_config(MemoryConfig, argv=argv, description=__doc__, program="trimtab memory")
+    warnings.simplefilter("ignore", FutureWarning)  # transformers 5.24 renames gradient_checkpointing_enable
     try:
-        size = size_of(AutoConfig.from_pretrained(config.model), config.lora_rank)
+        size = size_of(AutoConfig.from_pretrained(config.model), config)
     except (OSError, ValueError) as error:
         print(f"trimtab memory: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
