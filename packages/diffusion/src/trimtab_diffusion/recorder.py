@@ -12,12 +12,13 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
+from trimtab_common.accelerators import moved
 from trimtab_diffusion.compat.trees import tree_map_with_path
 from trimtab_diffusion.steps import Steps, gaussian_logprob, gaussian_sample
 from trimtab_diffusion.trajectories import Arguments, Fixed, Schedule, Trajectories, guided, joined
 
-Asked: TypeAlias = tuple[str, float | None, bool, torch.dtype]
-"""How a denoiser is asked: the fields of `Schedule` from `name` on."""
+Asked: TypeAlias = tuple[str, float | None, torch.dtype]
+"""How a denoiser is asked: the fields `name`, `guidance` and `dtype` of `Schedule`."""
 Finish: TypeAlias = Callable[[Trajectories], Tensor]
 POSITIONS = ("txt_ids", "img_ids")
 """Arguments of denoisers that have a row per token and none per image."""
@@ -86,11 +87,17 @@ def record(
     return images, recorder.trajectories()
 
 
+def same(one: Tensor, other: Tensor) -> Tensor:
+    """Whether two tensors are equal, on their device, which nothing waits for."""
+    return (one == other).all() if one.shape == other.shape else torch.tensor(False, device=one.device)
+
+
 class _Recorder:
     """Records the steps of one call of a pipeline."""
 
     steps: Steps
     first: Tensor
+    read: list[int]  # the shape of what the denoiser reads in a step
     asked: Asked
     time: Tensor
 
@@ -116,6 +123,7 @@ class _Recorder:
         self.calls: list[tuple[str, Tensor, Arguments, Tensor]] = []
         self.inputs: list[tuple[Arguments, ...]] = []  # of each step and call, arguments other than latents and time
         self.times: list[Tensor] = []
+        self.checks: list[Tensor] = []  # [5] of each step, see `_check`
         self.latents: list[Tensor] = []
         self.logprobs: list[Tensor] = []
         self.following = torch.empty(0)  # the latents after the last step
@@ -126,7 +134,7 @@ class _Recorder:
         arguments.pop("self")
         arguments.pop("return_dict", None)
         arguments |= arguments.pop("kwargs", {})
-        self.time = torch.as_tensor(arguments.pop("timestep")).detach().cpu().reshape(-1)[0]
+        self.time = torch.as_tensor(arguments.pop("timestep")).detach().reshape(-1)[0]
         name = next(iter(arguments))
         self.calls.append((name, arguments.pop(name), arguments, output[0]))
 
@@ -142,15 +150,10 @@ class _Recorder:
                 f"{type(self.pipeline).__name__} changed its guidance from {self.asked[1]} to {asked[1]} between two "
                 "steps. DDPO replays all steps with one scale. Use no callback that changes it."
             )
-        elif sample is not self.following and not torch.equal(sample, self.following):
-            raise ValueError(
-                f"{type(self.pipeline).__name__} changed the latents between two steps, which DDPO cannot replay. Use "
-                "no callback that changes them, and for inpainting a denoiser with inputs for the mask."
-            )
         number, is_flow = len(self.latents), self.steps.is_flow
         mean, std = self.steps.gaussian(model_output, sample, torch.full((len(sample),), number))
-        if not is_flow:  # DDIM looks its numbers up on the host, and would wait for the timestep each time
-            timestep, kwargs = torch.as_tensor(timestep).cpu(), kwargs | {"eta": self.eta}
+        if not is_flow:  # DDIM looks its numbers up on the host, and would wait for a timestep on a device
+            timestep, kwargs = self.steps.timesteps[number], kwargs | {"eta": self.eta}
         result = stock(model_output, timestep, sample, *args, **kwargs)
         following = gaussian_sample(mean, std, self.generator) if is_flow else result[0]
         stored = following.to(sample.dtype).to(self.dtype or sample.dtype)  # autocast may have widened it
@@ -170,10 +173,10 @@ class _Recorder:
         return result
 
     def _asked(self, sample: Tensor, model_output: Tensor) -> tuple[Asked, tuple[Arguments, ...]]:
-        """Returns the denoiser's calls of a step, and their arguments other than the latents.
+        """Returns the denoiser's calls of a step, and their arguments other than the latents; `_check` checks the rest.
 
         Raises:
-            ValueError: the scheduler did not get its output, with classifier-free guidance at most.
+            ValueError: the denoiser was called in another way than once or twice.
         """
         kind, (calls, self.calls) = type(self.pipeline).__name__, (self.calls, [])
         copies = [len(read) // len(sample) for _, read, *_ in calls]
@@ -186,40 +189,70 @@ class _Recorder:
             )
         (name, *_), reads, inputs, outputs = zip(*calls, strict=True)
         seen = torch.cat(reads)
-        if not torch.equal(seen, torch.cat([sample] * sum(copies)).to(seen.dtype)):
-            raise ValueError(
-                f"The denoiser of {kind} reads {list(seen.shape)}, the scheduler steps from {list(sample.shape)}. Use "
-                "a denoiser that reads the latents alone, once or twice."
-            )
-        if not bool(torch.isfinite(model_output).all()):
-            raise ValueError(
-                "The denoiser's output is not finite. In half precision, try mixed_precision='bf16' or 'no'."
-            )
-        scale = None
+        self.read, scale = list(seen.shape), None
         if sum(copies) == 2:
             scale = float(self.pipeline.guidance_scale if self.scale is None else self.scale)
         output = torch.cat(outputs[::-1])  # the call with the prompt comes first
-        for keeps_norm in (False, scale is not None):
-            if torch.equal(guided(output, scale, keeps_norm=keeps_norm), model_output):
-                return (name, scale, keeps_norm, seen.dtype), inputs
-        raise ValueError(
-            f"{kind} changes the denoiser's output by more than classifier-free guidance. Set guidance_rescale=0 and "
-            "switch off other guidance."
-        )
+        checks = [
+            same(seen, torch.cat([sample] * sum(copies)).to(seen.dtype)),
+            torch.isfinite(model_output).all(),
+            same(guided(output, scale), model_output),
+            same(guided(output, scale, keeps_norm=True), model_output),
+            same(sample, self.following if self.latents else sample),
+        ]
+        self.checks.append(torch.stack(checks))
+        return (name, scale, seen.dtype), inputs
+
+    def _check(self, checks: Tensor) -> bool:
+        """Whether guidance keeps norms.
+
+        Args:
+            checks: [T, 5], on the host. At each step: whether the denoiser read the latents alone, whether its output
+                is finite, whether the scheduler got it after guidance, the same for guidance that keeps norms, and
+                whether the latents are those after the step before.
+
+        Raises:
+            ValueError: DDPO cannot replay a step.
+        """
+        kind = type(self.pipeline).__name__
+        keeps_norm = not bool(checks[:, 2].all())
+        for reads_latents, is_finite, *is_guided, is_unchanged in checks.tolist():
+            if not reads_latents:
+                raise ValueError(
+                    f"The denoiser of {kind} reads {self.read}, the scheduler steps from {list(self.first.shape)}. Use "
+                    "a denoiser that reads the latents alone, once or twice."
+                )
+            if not is_finite:
+                raise ValueError(
+                    "The denoiser's output is not finite. In half precision, try mixed_precision='bf16' or 'no'."
+                )
+            if not is_guided[keeps_norm]:
+                raise ValueError(
+                    f"{kind} changes the denoiser's output by more than classifier-free guidance. Set "
+                    "guidance_rescale=0 and switch off other guidance."
+                )
+            if not is_unchanged:
+                raise ValueError(
+                    f"{kind} changed the latents between two steps, which DDPO cannot replay. Use no callback that "
+                    "changes them, and for inpainting a denoiser with inputs for the mask."
+                )
+        return keeps_norm
 
     def trajectories(self) -> Trajectories:
-        """Returns the recorded trajectories; checks that the pipeline took all steps of its schedule."""
+        """Returns the recorded trajectories, if DDPO can replay all steps; waits for the device once to know it."""
         if not self.latents or len(self.latents) != len(self.steps):
             raise ValueError(
                 f"{type(self.pipeline).__name__} took {len(self.latents)} of {len(self.pipeline.scheduler.timesteps)} "
                 "steps. DDPO needs a pipeline that calls its scheduler's step for each of its timesteps."
             )
+        checks, times = moved([torch.stack(self.checks), torch.stack(self.times)], torch.device("cpu"))
+        name, scale, dtype = self.asked
         calls = [
             tree_map_with_path(self._over_steps, *arguments)
             for arguments in reversed(list(zip(*self.inputs, strict=True)))
         ]
         return Trajectories(
-            Schedule(self.steps, torch.stack(self.times), *self.asked),
+            Schedule(self.steps, times, name, scale, self._check(checks), dtype),
             first=self.first.to(self.device),
             latents=torch.stack(self.latents, 1),
             logprobs=torch.stack(self.logprobs, 1).to(self.device),

@@ -91,7 +91,7 @@ def ddim_gaussian(
         ValueError: prediction_type is unknown.
     """
     output, x = _at_least_float32(model_output), _at_least_float32(sample)
-    a, a_next = both_along(alpha, alpha_next, x)
+    a, a_next = along(alpha.to(x.dtype), x), along(alpha_next.to(x.dtype), x)
     if prediction_type == "epsilon":
         x0, epsilon = (x - (1 - a).sqrt() * output) / a.sqrt(), output
     elif prediction_type == "sample":
@@ -143,7 +143,7 @@ def flow_gaussian(
         Mean [B, ...] and standard deviation [B].
     """
     v, x = _at_least_float32(velocity), _at_least_float32(sample)
-    t, dt = both_along(sigma, sigma_next - sigma, x)
+    t, dt = along(sigma.to(x.dtype), x), along((sigma_next - sigma).to(x.dtype), x)
     s = eta * (t / (1 - torch.where(t >= 1, sigma_second, t))).sqrt()
     drift = v + s**2 / (2 * t) * (x + (1 - t) * v)
     return x + drift * dt, (s * (-dt).sqrt()).flatten()
@@ -171,12 +171,6 @@ def gaussian_sample(mean: Tensor, std: Tensor, generator: torch.Generator | None
 def along(values: Tensor, like: Tensor) -> Tensor:
     """Returns values [B] as [B, 1, ...], with the dimensions of `like` and on its device."""
     return values.to(like.device).view(-1, *[1] * (like.dim() - 1))
-
-
-def both_along(one: Tensor, other: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns two tensors [B] as `along` does, in the dtype of `like`, by one copy to its device."""
-    one, other = moved([one.to(like.dtype), other.to(like.dtype)], like.device)
-    return along(one, like), along(other, like)
 
 
 @dataclass(frozen=True)
@@ -256,7 +250,7 @@ class Steps:
         Returns:
             Mean [B, ...] and standard deviation [B].
         """
-        before, after = self.before[index.cpu()], self.after[index.cpu()]
+        before, after = moved([self.before[index.cpu()], self.after[index.cpu()]], sample.device)  # one copy
         if self.is_flow:
             second = float(self.before[min(1, len(self) - 1)])
             noise = {"sigma_second": second, "eta": self.eta}

@@ -25,7 +25,7 @@ def jpeg_incompressibility(images: Images, prompts: Sequence[str], metadata: Met
         [B], in kB of 1000 bytes.
     """
     sizes = []
-    for image in images:
+    for image in images.cpu() if isinstance(images, Tensor) else images:  # one copy for all
         to_pil(image).save(file := io.BytesIO(), format="JPEG", quality=QUALITY)
         sizes.append(file.tell() / 1000)
     return torch.tensor(sizes)

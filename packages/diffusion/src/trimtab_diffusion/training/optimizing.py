@@ -1,11 +1,13 @@
 """The optimizer, and its steps in an epoch, on any engine of the accelerator."""
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from trimtab_common.accelerators import WeighingAccelerator
@@ -51,6 +53,9 @@ class Updates:
         lr_scheduler: moves with each step.
         config: the largest norm of a gradient.
         done: optimizer steps before these.
+
+    Attributes:
+        losses: those of the step's parts that were not checked yet.
     """
 
     accelerator: WeighingAccelerator
@@ -59,6 +64,7 @@ class Updates:
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler
     config: PipelineConfig
     done: int
+    losses: list[Tensor] = field(default_factory=list, init=False)
 
     def parts(self, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yields the chunks that make a step; gradients are exchanged with the last."""
@@ -67,35 +73,37 @@ class Updates:
                 yield chunk
 
     def backward(self, loss: Tensor, share: float) -> None:
-        """Adds the gradient of a part's loss, which is `share` of the step's.
-
-        Raises:
-            TrainingDivergedError: the loss is not finite.
-        """
-        self._require_finite(loss, "loss")
+        """Adds the gradient of a part's loss, which is `share` of the step's."""
+        self.losses.append(loss.detach().float())
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # takes the step with the last gradient
+            self._require_finite()
         self.accelerator.backward(loss * share)
 
     def step(self) -> Stats:
         """Clips the gradient and changes the weights; returns the statistics of the norm before.
 
         Raises:
-            TrainingDivergedError: the norm is not finite, and no loss scale is there to skip the update.
+            TrainingDivergedError: a part's loss is not finite, or the norm where no loss scale is there to skip the
+                update.
         """
         norm = torch.as_tensor(
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train_max_grad_norm)
         )
-        if self.accelerator.scaler is None:
-            self._require_finite(norm, "gradient's norm")
+        self._require_finite(*[norm.float()] * (self.accelerator.scaler is None))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
         self.done += 1
         return self.accelerator.norm_stats(norm)
 
-    def _require_finite(self, value: Tensor, name: str) -> None:
-        if not torch.isfinite(value):
-            self.optimizer.zero_grad()
-            raise TrainingDivergedError(
-                f"The {name} is {float(value)} at update {self.done}. No update was made. Lower "
-                f"train_learning_rate ({self.config.train_learning_rate}), or train in bf16 or float32."
-            )
+    def _require_finite(self, *norm: Tensor) -> None:
+        """Checks the losses since the last time, and the norm; waits for the device once."""
+        numbers, count, self.losses = [*self.losses, *norm], len(self.losses), []
+        for number, value in enumerate(torch.stack(numbers).tolist() if numbers else []):
+            if not math.isfinite(value):
+                self.optimizer.zero_grad()
+                name = "loss" if number < count else "gradient's norm"
+                raise TrainingDivergedError(
+                    f"The {name} is {value} at update {self.done}. No update was made. Lower "
+                    f"train_learning_rate ({self.config.train_learning_rate}), or train in bf16 or float32."
+                )
