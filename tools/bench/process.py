@@ -7,6 +7,7 @@ import sys
 import warnings
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from tools.bench.measuring import Clock
 from tools.bench.profiling import second_step, shares
@@ -16,7 +17,7 @@ OF_THE_OTHER = {"trl": "trimtab_common", "trimtab_lm": "trl"}
 VERSIONS = ("torch", "transformers", "accelerate", "peft", "diffusers")
 
 
-def main(order: dict[str, object]) -> dict[str, object]:
+def main(order: dict[str, Any]) -> dict[str, object]:
     """Runs a task of tasks/.
 
     Args:
@@ -25,9 +26,12 @@ def main(order: dict[str, object]) -> dict[str, object]:
     """
     task = importlib.import_module(f"tools.bench.tasks.{order['task']}")
     package, size = str(order["package"]), replace(SIZES[str(order["size"])], pair=order["pair"])
+    settings: dict[str, Any] = dict(order["settings"])
+    if settings.pop("positions", None):  # TRL asks this whether only those with a loss go through the head
+        importlib.import_module("trl.trainer.utils")._use_triton = lambda device: True
     Clock.profiler = second_step() if order["is_profiled"] else None
     with Clock.profiler or contextlib.nullcontext():
-        result = asdict(task.run(package, size, order["settings"], order["folder"]))
+        result = asdict(task.run(package, size, settings, order["folder"]))
     if Clock.profiler:
         result["profile"] = shares(Clock.profiler)
     if OF_THE_OTHER[package] in sys.modules:

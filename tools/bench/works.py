@@ -70,6 +70,8 @@ CONTINUOUS = {"rollout_backend": "continuous_batching"}
 CACHE = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 2048}
 # Continuous batching does not accept min_new_tokens. One token in 32,000 is EOS, which ends a completion early.
 MAY_END = {"generation_kwargs": None}
+# TRL sends only the positions that have a loss through the head on CUDA, and all of them elsewhere.
+ON_A_GPU = Side(TRL, {"positions": "as on a GPU"})
 # Each of three passes trains on one of a sample's ten steps.
 FEW_STEPS = {"train_timestep_fraction": 0.1, "train_num_inner_epochs": 3}
 ONE_UPDATE = {"train_gradient_accumulation_steps": 2}
@@ -78,6 +80,7 @@ GENERATE, STEP, BOTH = ({"phase": phase} for phase in ("generate", "step", "both
 
 WORKS = [
     Work("sft", "sft", Side(TRL), equal=DOCUMENTS, target=(4, 4.5)),
+    Work("sft-positions", "sft", ON_A_GPU, equal=DOCUMENTS),
     Work("sft-padding-free", "sft", Side(TRL, {"padding_free": True}), equal=DOCUMENTS, target=(2, 2.3)),
     # The sides pack rows in different orders, so their first steps have different documents.
     Work(
@@ -89,9 +92,11 @@ WORKS = [
         target=(2, 2),
     ),
     Work("dpo", "dpo", Side(TRL), equal=LOSS, target=(8, 5)),
+    Work("dpo-positions", "dpo", ON_A_GPU, equal=LOSS),
     Work("dpo-precomputed", "dpo", Side(TRL), settings=PRECOMPUTED, equal=LOSS),
     Work("reward", "reward", Side(TRL), equal=LOSS, target=(2.5, 1.6)),
     Work("grpo", "grpo", Side(TRL), equal=SAMPLED, target=(4, 4.5)),
+    Work("grpo-positions", "grpo", ON_A_GPU, equal=SAMPLED),
     Work(
         "grpo-continuous-batching",
         "grpo",

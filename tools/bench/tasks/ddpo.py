@@ -38,7 +38,7 @@ def run(package: str, size: Size, settings: dict[str, Any], folder: str) -> Meas
             sample_num_batches_per_epoch=2,
             train_batch_size=size.images // 2,
             mixed_precision="bf16" if size.device == "cuda" else "no",
-            accelerator_kwargs={} if size.device == "cuda" else {"cpu": True},
+            accelerator_kwargs={"cpu": size.device == "cpu"},
             save_freq=1000,
             **settings,
         )

@@ -53,8 +53,8 @@ def trainer_of(package: str, size: Size, settings: dict[str, Any], folder: str, 
         set_value_head(model.v_head.summary)
         models.append(model)
     sizes = {"batch_size": size.ppo_batch, "mini_batch_size": size.ppo_minibatch, "ppo_epochs": size.ppo_epochs}
-    precision = {"mixed_precision": "bf16"} if size.device == "cuda" else {"cpu": True}
-    config = module.PPOConfig(**sizes, learning_rate=1e-5, accelerator_kwargs=precision, **settings)
+    accelerator = {"mixed_precision": "bf16" if size.device == "cuda" else "no", "cpu": size.device == "cpu"}
+    config = module.PPOConfig(**sizes, learning_rate=1e-5, accelerator_kwargs=accelerator, **settings)
     return module.PPOTrainer(config, *models, tokenizer=tokenizer(size.vocab_size))
 
 
