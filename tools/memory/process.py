@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch_musa
 from tools.bench.measuring import Clock
 from tools.bench.models import write_language_models, write_stable_diffusion
 from tools.bench.sizes import LLAMA_TINY, TINY, Size
@@ -65,7 +64,8 @@ def main(order: dict[str, Any]) -> int | str:
         order: `task`, `package` (trimtab_lm or trl), `vocabulary`, `tokens`, `memory` (of the device, in bytes), and
             `triton`: whether TRL chooses positions and folds tiles as on CUDA.
     """
-    torch_musa.set_total_memory(order["memory"])
+    device: Any = importlib.import_module("torch_musa")
+    device.set_total_memory(order["memory"])
     if order["triton"]:
         names = ("trl.kernels.chunked_logprob", "trl.trainer.utils")
         kernels, utils = map(importlib.import_module, names)
@@ -88,7 +88,7 @@ def main(order: dict[str, Any]) -> int | str:
         except torch.OutOfMemoryError:
             return "out of memory"
         except Peak:
-            return torch_musa.peak()
+            return device.peak()
     raise RuntimeError("the task has not ended with a measurement")
 
 
