@@ -130,13 +130,14 @@ def cheapest_split(groups: Sequence[TokenGroup], hidden_size: int) -> list[Token
     """Splits groups so that a model computes least on the rows of a tree, where attention reads a whole mask.
 
     A layer of hidden size H has about 12 H^2 weights, so W positions take 24 H^2 W operations, and attention between
-    all of them takes 4 H W^2: the cost is proportional to W + W^2 / 6H. The widest group sets the width of all rows.
-    The mask then exceeds that of packed rows by at most 6H numbers for each of their positions.
+    all of them takes 4 H W^2: the cost is proportional to W + W^2 / 6H, and to W + W^2 / 12H for rows of one branch,
+    whose positions attend to earlier ones alone. The widest group sets the width of all rows. The mask then exceeds
+    that of packed rows by at most 6H numbers for each of their positions.
     """
 
     def cost(pieces: Sequence[TokenGroup]) -> float:
-        lengths = [*map(len, pieces)]
-        return sum(lengths) * (1 + max(lengths) / (6 * hidden_size))
+        lengths, is_causal = [*map(len, pieces)], all(len(piece.branches) == 1 for piece in pieces)
+        return sum(lengths) * (1 + max(lengths) / ((12 if is_causal else 6) * hidden_size))
 
     most = max(len(group.branches) for group in groups)
     return min((split(groups, most >> halvings) for halvings in range(most.bit_length())), key=cost)
