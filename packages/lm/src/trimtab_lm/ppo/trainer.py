@@ -319,10 +319,7 @@ class PPOTrainer(NamesOf2024):
         return masked_mean(policy_losses, mask), config.vf_coef * masked_mean(value_losses, mask), stats
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> Stats:
-        """This process's statistics of a step, from the columns of `Experience` and the updates' `train_stats`.
-
-        The columns are on the host.
-        """
+        """This process's statistics of a step, from `Experience`'s columns on the host and from `train_stats`."""
         return rollout_stats(kl_coef=kl_coef, **data)
 
     def gather_stats(self, stats: Mapping[str, Any]) -> Stats:
