@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trimtab_common.accelerators import memory_of
 from trimtab_lm.rewards.model import RewardModel
+from trimtab_lm.sampling import generate
 from trimtab_lm.sampling.fast.loop import LOOK_EVERY
 from trimtab_lm.sampling.generate import Completer
 from trimtab_lm.sampling.rollout import sampling_config
@@ -77,19 +78,25 @@ def test_a_look_every_16_tokens_samples_what_a_look_at_each_token_does(
     assert sum(device.waits().values()) - rare >= lengths[-1] - 3
 
 
-def test_as_many_rows_are_sampled_at_a_time_as_the_memory_has_room_for(device: ModuleType):
+def test_as_many_rows_are_sampled_at_a_time_as_the_memory_has_room_for(
+    device: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
     """Half of what training leaves is enough for them, and all rows at a time are too many for the small memory."""
-    gc.collect()  # what other tests have left
+    gc.collect()
+    others = device.memory_allocated()  # what earlier tests have left, which is not part of the memory here
     prompts, model = tiny.rows(64, 10, 10), tiny.llama().to("musa").eval()
+    own = device.memory_allocated() - others
     config = sampling_config(model, pad_token_id=tiny.PAD, max_new_tokens=40, do_sample=True)[0]
     batches = {}
     try:
         for name, room in (("small", 1 << 18), ("large", 64 << 20)):
+            device.set_total_memory(others + 5 * own + room)
             memory_of.cache_clear()
-            device.set_total_memory(5 * device.memory_allocated() + room)
+            assert memory_of(torch.device("musa")) == others + 5 * own + room
+            monkeypatch.setattr(generate, "memory_of", lambda _, memory=5 * own + room: memory)
             sample = partial(Completer(model, config, eos_ids=[]), prompts)
             batches[name] = [rows for rows, tokens in tokens_read(model, sample) if tokens > 1]
-        device.set_total_memory(5 * device.memory_allocated() + (1 << 18))
+        device.set_total_memory(others + 5 * own + (1 << 18))
         with pytest.raises(torch.OutOfMemoryError):
             Completer(model, config, eos_ids=[], batch_size=64)(prompts)
     finally:
