@@ -11,20 +11,32 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 
+from trimtab_common.config import to_flat_dict
+from trimtab_common.hub import write_model_card
 from trimtab_common.run import Stateful
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.sharding import divides_weights
 from trimtab_common.tracking import Tracker, progress
+from trimtab_diffusion.lora import base_name
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from . import setup
 from .config import PipelineConfig
-from .hub import write_card
 from .optimizing import optimizer_of, warmup
 from .sampling import PromptFunction
 
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
+USAGE = {
+    True: """from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained("{base}")
+pipeline.load_lora_weights("{repo_id}")""",
+    False: """from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained("{repo_id}")""",
+}
+"""The code of a model card, with and without adapters."""
 
 
 class PipelineTrainer:
@@ -172,8 +184,19 @@ class PipelineTrainer:
             model_name: the card's title; by default the trainer's `title`.
             repo_id: what the model is loaded by; by default the folder's name.
         """
-        kind, name = type(self).__name__, model_name or self.title
-        write_card(path, self.sd_pipeline, self.config, name=name, trainer=kind, paper=self.paper, repo_id=repo_id)
+        pipeline, tags = self.sd_pipeline, ["text-to-image"]
+        write_model_card(
+            path,
+            name=model_name or self.title,
+            trainer=type(self).__name__,
+            paper=self.paper,
+            usage=USAGE[pipeline.use_lora],
+            library="diffusers",
+            base_model=base_name(pipeline.sd_pipeline),
+            settings=to_flat_dict(self.config),
+            repo_id=repo_id,
+            tags=[*tags, "lora"] if pipeline.use_lora else tags,
+        )
 
     def _full_weights(self) -> dict[str, Tensor] | None:
         """The denoiser's weights, gathered on the main process; None if every process has them. Collective."""
