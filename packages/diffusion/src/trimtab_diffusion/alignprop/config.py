@@ -10,7 +10,7 @@ WITHOUT_EFFECT = (*shared.WITHOUT_EFFECT, "log_image_freq")
 
 
 @dataclass
-class AlignPropConfig(shared.PipelineConfig):
+class AlignPropConfig(shared.SamplingConfig):
     """Settings of AlignProp (Prabhudesai et al. 2023, arXiv:2310.03739) and DRaFT (Clark et al., arXiv:2309.17400).
 
     An epoch is one update. Sizes count samples on one process.

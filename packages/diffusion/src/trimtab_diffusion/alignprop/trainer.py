@@ -50,11 +50,12 @@ class AlignPropTrainer(PipelineTrainer):
         sd_pipeline: DDPOStableDiffusionPipeline | DiffusionPipeline,
         image_samples_hook: Callable[[dict[str, Any], int, HookTracker], object] | None = None,
     ) -> None:
-        super().__init__(config, prompt_function, sd_pipeline)
+        super().__init__(config, sd_pipeline)
         self.reward_fn, self.image_samples_callback = reward_function, image_samples_hook
         if config.train_gradient_checkpointing:
             self.sd_pipeline.sd_pipeline.vae.enable_gradient_checkpointing()
         self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD)
+        self._keep_prompts(prompt_function)
         self._resume()
 
     def step(self, epoch: int, global_step: int) -> int:

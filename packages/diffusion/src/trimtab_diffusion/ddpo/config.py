@@ -14,7 +14,7 @@ HELD = (*shared.HELD, "init_kl_coef")
 
 
 @dataclass
-class DDPOConfig(shared.PipelineConfig):
+class DDPOConfig(shared.SamplingConfig):
     """Settings of DDPO (Black et al. 2023, arXiv:2305.13301). Sizes count samples on one process.
 
     Raises:

@@ -9,10 +9,10 @@ from torch import nn
 from trimtab_common.conditions import OTHER_REFERENCE
 from trimtab_common.health import rounding_of, warn_at_start
 from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
+from trimtab_diffusion.training.setup import Reference
 from trimtab_diffusion.trajectories import Trajectories, sampled_pairs
 
 from .config import DDPOConfig
-from .setup import Reference
 
 
 class ReplayError(RuntimeError):

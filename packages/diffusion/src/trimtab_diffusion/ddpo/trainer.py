@@ -23,6 +23,7 @@ from trimtab_diffusion.training.base import SAMPLE, TRAIN, PipelineTrainer
 from trimtab_diffusion.training.hook import HookTracker
 from trimtab_diffusion.training.optimizing import Updates
 from trimtab_diffusion.training.sampling import PromptFunction, RewardFunction, captioned, draw_prompts, rewards_of
+from trimtab_diffusion.training.setup import reference_of
 from trimtab_diffusion.trajectories import Trajectories, noised_pairs, sampled_pairs
 
 from .algorithm import Losses, advantages_of, update
@@ -30,7 +31,6 @@ from .config import HELD, WITHOUT_EFFECT, DDPOConfig
 from .loss import denoising_loss, score_function_loss
 from .sampling import Batches, Samples, schedule_of, score
 from .selfcheck import check_first
-from .setup import prompt_stats_of, reference_of
 
 
 class DDPOTrainer(PipelineTrainer):
@@ -61,15 +61,19 @@ class DDPOTrainer(PipelineTrainer):
         *,
         other_rewards: Mapping[str, RewardFunction] | None = None,
     ) -> None:
-        super().__init__(config, prompt_function, sd_pipeline)
+        super().__init__(config, sd_pipeline)
         self.reward_fn, self.image_samples_callback = reward_function, image_samples_hook
         default = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)}
         self.other_rewards = default if other_rewards is None else other_rewards
-        self.reference = reference_of(config, self.sd_pipeline, self.accelerator)
+        self.reference = reference_of(self.sd_pipeline, self.accelerator) if config.init_kl_coef else None
         target = config.target if config.adap_kl_ctrl else None
         self._prepare(without_effect=WITHOUT_EFFECT, held=HELD, kl_target=target)
         self.kl_ctl = kl_controller(config.init_kl_coef, target=target, horizon=config.horizon)
-        self.prompt_stats = prompt_stats_of(config)
+        self.prompt_stats = None
+        if config.per_prompt_stat_tracking:
+            size, count = config.per_prompt_stat_tracking_buffer_size, config.per_prompt_stat_tracking_min_count
+            self.prompt_stats = PerPromptStatTracker(size, count)
+        self._keep_prompts(prompt_function)
         self.run.keep(self, "kl_ctl", "prompt_stats")
         self._resume()
 

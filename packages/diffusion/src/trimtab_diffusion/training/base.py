@@ -42,12 +42,10 @@ pipeline = DiffusionPipeline.from_pretrained("{repo_id}")""",
 class PipelineTrainer:
     """Runs epochs, each of which is a `step` that a subclass writes.
 
-    A subclass calls `_prepare` once the pipeline is as it starts, and then `_resume`.
+    A subclass calls `_prepare` once the pipeline is as it starts, `_keep_prompts` if it samples, and then `_resume`.
 
     Args:
         config: a copy of it is `trainer.config`.
-        prompt_function: `() -> (prompt, metadata)`. Checkpoints keep its state if it has `state_dict` and
-            `load_state_dict`.
         sd_pipeline: a DDPOStableDiffusionPipeline; or a diffusers pipeline, all of whose denoiser is then trained.
 
     Attributes:
@@ -62,17 +60,15 @@ class PipelineTrainer:
     def __init__(
         self,
         config: PipelineConfig,
-        prompt_function: PromptFunction,
         sd_pipeline: DDPOStableDiffusionPipeline | DiffusionPipeline,
     ) -> None:
         self.config = replace(config)
-        self.prompt_fn = prompt_function
         if not isinstance(sd_pipeline, DDPOStableDiffusionPipeline):
             sd_pipeline = DDPOStableDiffusionPipeline(sd_pipeline)
         self.sd_pipeline = sd_pipeline
         self.accelerator = setup.accelerator_of(config)
         setup.place(config, sd_pipeline, self.accelerator)
-        self.first_epoch = self.global_step = self.queries = 0
+        self.first_epoch = self.global_step = 0
         self.last_stats: dict[str, float] = {}
 
     def _prepare(
@@ -87,10 +83,15 @@ class PipelineTrainer:
         self.lr_scheduler = warmup(optimizer, self.config.train_warmup_steps)
         settings = {"without_effect": without_effect, "held": held}
         self.run = setup.run_of(self.config, self.accelerator, self.model, **settings, kl_target=kl_target)
-        self.run.keep(self, "optimizer", "lr_scheduler", "first_epoch", "global_step", "queries")
+        self.run.keep(self, "optimizer", "lr_scheduler", "first_epoch", "global_step")
         self.run.keep(self.accelerator, "scaler")
-        if isinstance(self.prompt_fn, Stateful):
-            self.run.keep_per_rank("prompt_function", self.prompt_fn)
+
+    def _keep_prompts(self, prompt_function: PromptFunction) -> None:
+        """Puts the state of a prompt function into checkpoints, if it has one, and the images scored so far."""
+        self.prompt_fn, self.queries = prompt_function, 0
+        self.run.keep(self, "queries")
+        if isinstance(prompt_function, Stateful):
+            self.run.keep_per_rank("prompt_function", prompt_function)
 
     def _resume(self) -> None:
         """Loads the checkpoint that the config names, if it names one. Collective."""
@@ -98,7 +99,7 @@ class PipelineTrainer:
             self.run.resume(self.config.resume_from, self.checkpoint_folder)
 
     def step(self, epoch: int, global_step: int) -> int:
-        """One epoch: samples images, scores them, learns from them, and logs.
+        """One epoch: learns from images, and logs.
 
         Args:
             epoch: its number, from 0, on which its random numbers depend.

@@ -49,15 +49,12 @@ class PipelineConfig:
     project_kwargs: dict[str, Any] = setting("Arguments of accelerate's ProjectConfiguration.", default_factory=dict)
     tracker_project_name: str = setting("Project in the tracker.", default="trl")
     logdir: str = setting("Folder of the tracker's files and of checkpoints.", default="logs")
-    num_epochs: Count = setting("Epochs of `train`: each samples images and learns from them.", default=100)
+    num_epochs: Count = setting("Epochs of `train`: each samples images, or passes over pairs of them.", default=100)
     save_freq: Count = setting("`train` saves a checkpoint every so many epochs.", default=1)
     num_checkpoint_limit: Count = setting("Checkpoints kept; older ones are removed.", default=5)
     mixed_precision: str | None = setting("fp16, bf16, no; None: what accelerate launch says.", default="fp16")
     allow_tf32: bool = setting("Let a GPU multiply float32 matrices in TF32.", default=True)
     resume_from: str | None = setting("Checkpoint to resume: its folder, its parent's, or latest.", default="")
-    sample_num_steps: Count = setting("Denoising steps of a sample.", default=50)
-    sample_eta: Positive = setting("Noise of the steps: DDIM's eta; for flow matching the a of Flow-GRPO.", default=1.0)
-    sample_guidance_scale: float = setting("Scale of guidance, classifier-free unless embedded; 1: none.", default=5.0)
     train_batch_size: Count = setting("Samples, in DDPO (sample, step) pairs, of a backward pass.", default=1)
     train_use_8bit_adam: bool = setting("AdamW with 8-bit moments (needs bitsandbytes).", default=False)
     train_learning_rate: Positive = setting("AdamW's learning rate.", default=3e-4)
@@ -67,14 +64,12 @@ class PipelineConfig:
     train_adam_epsilon: Positive = setting("AdamW's epsilon.", default=1e-8)
     train_gradient_accumulation_steps: Count = setting("An update's samples / train_batch_size.", default=1)
     train_max_grad_norm: Positive = setting("Clip the gradient's norm to this at every update.", default=1.0)
-    negative_prompts: str | None = setting("The prompt that guidance leads away from.", default="")
     train_warmup_steps: CountFromZero = setting("Updates over which the learning rate rises from 0.", default=0)
     train_gradient_checkpointing: bool = setting("Recompute activations in the backward pass.", default=False)
     train_compile: str | None = setting("Backend of torch.compile for the denoiser's blocks: inductor.", default=None)
     train_channels_last: bool = setting("Convolutions of the denoiser read channels last.", default=False)
     resume_with_changes: bool = setting("Resume with other settings, with a warning.", default=False)
     on_save_error: OnSaveError = setting(ON_SAVE_ERROR, default="raise")
-    reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
 
     def __post_init__(self) -> None:
         check_tracker_name(self.log_with)
@@ -94,11 +89,22 @@ class PipelineConfig:
         return flattened(vars(self))
 
     @property
-    def is_guided(self) -> bool:
-        """Whether there is classifier-free guidance."""
-        return self.sample_guidance_scale > 1
-
-    @property
     def samples_per_update(self) -> int:
         """Samples that an optimizer step learns from."""
         return self.train_batch_size * self.train_gradient_accumulation_steps
+
+
+@dataclass
+class SamplingConfig(PipelineConfig):
+    """Settings of a run that learns from rewards of the images that it samples."""
+
+    sample_num_steps: Count = setting("Denoising steps of a sample.", default=50)
+    sample_eta: Positive = setting("Noise of the steps: DDIM's eta; for flow matching the a of Flow-GRPO.", default=1.0)
+    sample_guidance_scale: float = setting("Scale of guidance, classifier-free unless embedded; 1: none.", default=5.0)
+    negative_prompts: str | None = setting("The prompt that guidance leads away from.", default="")
+    reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether there is classifier-free guidance."""
+        return self.sample_guidance_scale > 1

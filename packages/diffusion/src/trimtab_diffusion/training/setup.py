@@ -1,8 +1,10 @@
 """The parts of a run, as its config asks for them."""
 
+import copy
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,12 +19,14 @@ from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
 from trimtab_common.run import Run
 from trimtab_common.run_record import RunRecord
-from trimtab_common.sharding import tell_deepspeed_of_batches
+from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from .config import PipelineConfig
 
+Reference = Callable[[], AbstractContextManager[nn.Module]]
+"""A context that gives the denoiser as it was before training."""
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -169,3 +173,16 @@ def run_of(
     )
     accelerator.trackers = trackers_of(run, config.log_with)
     return run
+
+
+def reference_of(pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> Reference:
+    """The denoiser as it is before training: without its adapters, or a frozen copy."""
+    if pipeline.use_lora:
+        return pipeline.reference
+    frozen = copy.deepcopy(pipeline.denoiser).requires_grad_(False)
+    if divides_weights(accelerator):
+        prepared = prepared_for_inference(frozen, accelerator)
+        return_float32(prepared, accelerator)
+    else:
+        prepared = accelerator.prepare_model(frozen, evaluation_mode=True)  # in the policy's precision
+    return lambda: nullcontext(prepared)
