@@ -78,6 +78,8 @@ EXPORTS: dict[str, set[str]] = {
         "DDPOStableDiffusionPipeline",
         "DDPOTrainer",
         "DefaultDDPOStableDiffusionPipeline",
+        "DiffusionDPOConfig",
+        "DiffusionDPOTrainer",
     },
     "trimtab_cli": set(),
 }
@@ -489,7 +491,7 @@ STEPS = {
 
 def test_every_trainer_is_copied():
     assert set(STEPS) == TRAINERS["trimtab_lm"]
-    assert TRAINERS["trimtab_diffusion"] == set(PIPELINE_SETTINGS)
+    assert TRAINERS["trimtab_diffusion"] == set(PIPELINE_TRAINERS)
 
 
 @contextmanager
@@ -536,23 +538,33 @@ def test_a_copied_trainer_folder_runs(folder: str, tmp_path: Path, monkeypatch: 
         assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-PIPELINE_SETTINGS: dict[str, dict[str, int]] = {
-    "ddpo": {"sample_batch_size": 2, "sample_num_batches_per_epoch": 1},
-    "alignprop": {},
+def from_rewards(mine: ModuleType, kind: str, settings: dict, pipeline: object) -> object:
+    config = getattr(mine, f"{kind}Config")(**settings, sample_num_steps=2)
+    trainer = getattr(mine, f"{kind}Trainer")
+    return trainer(config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), pipeline)
+
+
+def from_pairs(mine: ModuleType, settings: dict, pipeline: object) -> object:
+    rows = [{"prompt": "a cat", "chosen": torch.ones(3, 16, 16), "rejected": torch.zeros(3, 16, 16)}] * 2
+    return mine.DiffusionDPOTrainer(mine.DiffusionDPOConfig(**settings), pipeline, rows)
+
+
+PIPELINE_TRAINERS = {
+    "ddpo": lambda mine, settings, pipeline: from_rewards(
+        mine, "DDPO", settings | {"sample_batch_size": 2, "sample_num_batches_per_epoch": 1}, pipeline
+    ),
+    "alignprop": lambda mine, settings, pipeline: from_rewards(mine, "AlignProp", settings, pipeline),
+    "diffusion_dpo": from_pairs,
 }
 
 
-@pytest.mark.parametrize("folder", PIPELINE_SETTINGS)
+@pytest.mark.parametrize("folder", PIPELINE_TRAINERS)
 def test_a_copied_trainer_folder_of_pipelines_runs(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from tests.diffusion import tiny
 
     with copied("trimtab_diffusion", folder, tmp_path, monkeypatch) as mine:
-        kind, config = [getattr(mine, name) for name in sorted(mine.__all__, reverse=True)]
-        settings = {"sample_num_steps": 2, "train_batch_size": 2, "mixed_precision": "no", "logdir": str(tmp_path)}
-        settings = config(**settings, **PIPELINE_SETTINGS[folder])
-        trainer = kind(
-            settings, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), tiny.stable_diffusion()
-        )
+        settings = {"train_batch_size": 2, "mixed_precision": "no", "logdir": str(tmp_path)}
+        trainer = PIPELINE_TRAINERS[folder](mine, settings, tiny.stable_diffusion())
         assert type(trainer).__module__ == f"my_{folder}.trainer"
         before = [weight.clone() for weight in trainer.model.parameters()]
         trainer.step(0, 0)

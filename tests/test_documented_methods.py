@@ -4,13 +4,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from tests import test_every_trainer as every
 from tests.diffusion import tiny as tiny_diffusion
 from tests.lm import tiny
 from tests.lm.dpo.test_trainer import adapted
 
-from trimtab_diffusion import AlignPropConfig, AlignPropTrainer, DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
+from trimtab_diffusion import (
+    AlignPropConfig,
+    AlignPropTrainer,
+    DDPOConfig,
+    DDPOStableDiffusionPipeline,
+    DDPOTrainer,
+    DiffusionDPOConfig,
+    DiffusionDPOTrainer,
+)
 from trimtab_lm import (
     DPOConfig,
     DPOTrainer,
@@ -102,6 +111,12 @@ def alignprop(kind: Any, folder: str) -> Any:
     return kind(config, lambda images, *_: images.flatten(1).mean(1), lambda: ("a cat", {}), pipeline)
 
 
+def diffusion_dpo(kind: Any, folder: str) -> Any:
+    config = DiffusionDPOConfig(mixed_precision="no", logdir=folder, train_batch_size=2)
+    rows = [{"prompt": "a cat", "chosen": torch.ones(3, 16, 16), "rejected": torch.zeros(3, 16, 16)}] * 2
+    return kind(config, tiny_diffusion.stable_diffusion(), rows)
+
+
 def denoise(trainer: Any) -> None:
     trainer.train()
     trainer.save_pretrained(f"{trainer.config.logdir}/final")
@@ -140,6 +155,12 @@ TRAINERS: dict[str, Case] = {
             *("train", "step", "calculate_loss", "loss", "compute_rewards", "save_checkpoint", "save_pretrained"),
             "create_model_card",
         ),
+    ),
+    "Diffusion-DPO": (
+        DiffusionDPOTrainer,
+        diffusion_dpo,
+        denoise,
+        ("train", "step", "batches", "save_checkpoint", "save_pretrained", "create_model_card"),
     ),
     "AlignProp": (
         AlignPropTrainer,

@@ -12,7 +12,15 @@ from tests.diffusion import tiny as tiny_diffusion
 from tests.lm import tiny
 from transformers import TrainerCallback
 
-from trimtab_diffusion import AlignPropConfig, AlignPropTrainer, DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
+from trimtab_diffusion import (
+    AlignPropConfig,
+    AlignPropTrainer,
+    DDPOConfig,
+    DDPOStableDiffusionPipeline,
+    DDPOTrainer,
+    DiffusionDPOConfig,
+    DiffusionDPOTrainer,
+)
 from trimtab_lm import (
     DPOConfig,
     DPOTrainer,
@@ -160,26 +168,24 @@ def ppo(folder: Path) -> PPOTrainer:
 
 
 def train_pipeline(
-    kind: Any, config_kind: Any, sizes: dict[str, int], folder: Path, *, interrupt: bool
+    build: Callable[..., Any], settings: dict[str, Any], folder: Path, *, interrupt: bool
 ) -> dict[str, torch.Tensor]:
     def train(epochs: int) -> dict[str, torch.Tensor]:
-        config = config_kind(
-            num_epochs=2,
-            save_freq=1,
-            resume_from="latest",
-            logdir=str(folder / "logs"),
-            log_with=None,
-            seed=3,
-            project_kwargs={"project_dir": str(folder)},
-            mixed_precision="no",
-            sample_num_steps=3,
-            train_batch_size=2,
-            train_learning_rate=1e-2,
-            **sizes,
-        )
+        config = {
+            "num_epochs": 2,
+            "save_freq": 1,
+            "resume_from": "latest",
+            "logdir": str(folder / "logs"),
+            "log_with": None,
+            "seed": 3,
+            "project_kwargs": {"project_dir": str(folder)},
+            "mixed_precision": "no",
+            "train_batch_size": 2,
+            "train_learning_rate": 1e-2,
+        }
         with tiny_diffusion.from_seed(1):  # LoRA weights are random at the start
             pipeline = DDPOStableDiffusionPipeline(tiny_diffusion.stable_diffusion(), use_lora=True)
-        trainer = kind(config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), pipeline)
+        trainer = build(config | settings, pipeline)
         before = tiny.weights(pipeline.denoiser)
         trainer.train(epochs=epochs)
         return trained_weights(before, pipeline.denoiser)
@@ -189,13 +195,35 @@ def train_pipeline(
     return train(epochs=2)
 
 
+def brightness(images: torch.Tensor, *_: Any) -> torch.Tensor:
+    return images.mean((1, 2, 3))
+
+
+def ddpo(settings: dict[str, Any], pipeline: DDPOStableDiffusionPipeline) -> DDPOTrainer:
+    return DDPOTrainer(DDPOConfig(**settings), brightness, lambda: ("a cat", {}), pipeline)
+
+
+def alignprop(settings: dict[str, Any], pipeline: DDPOStableDiffusionPipeline) -> AlignPropTrainer:
+    return AlignPropTrainer(AlignPropConfig(**settings), brightness, lambda: ("a cat", {}), pipeline)
+
+
+def diffusion_dpo(settings: dict[str, Any], pipeline: DDPOStableDiffusionPipeline) -> DiffusionDPOTrainer:
+    pictures = torch.rand(2, len(WORDS), 3, 16, 16, generator=tiny_diffusion.generator())
+    rows = [
+        {"prompt": word, "chosen": chosen, "rejected": rejected}
+        for word, chosen, rejected in zip(WORDS, *pictures, strict=True)
+    ]
+    return DiffusionDPOTrainer(DiffusionDPOConfig(**settings), pipeline, rows)
+
+
 TRAINERS: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "ppo": lambda folder, interrupt: train_by_ppo(partial(ppo, folder), interrupt=interrupt),
     "iterative_sft": partial(train_by_calls, iterative_sft),
     "ddpo": partial(
-        train_pipeline, DDPOTrainer, DDPOConfig, {"sample_batch_size": 2, "sample_num_batches_per_epoch": 2}
+        train_pipeline, ddpo, {"sample_num_steps": 3, "sample_batch_size": 2, "sample_num_batches_per_epoch": 2}
     ),
-    "alignprop": partial(train_pipeline, AlignPropTrainer, AlignPropConfig, {"train_gradient_accumulation_steps": 2}),
+    "alignprop": partial(train_pipeline, alignprop, {"sample_num_steps": 3, "train_gradient_accumulation_steps": 2}),
+    "diffusion_dpo": partial(train_pipeline, diffusion_dpo, {"train_gradient_accumulation_steps": 2}),
     **{
         build.__name__: lambda folder, interrupt, build=build: train_on_transformers(
             build, folder, interrupt=interrupt

@@ -20,6 +20,7 @@ LAST_WORDS = {
     "iterative_sft": rf"round 2: sentiment {NUMBER}, loss {NUMBER}",
     "tool_use": rf"accuracy on 64 held-out products: {NUMBER} -> {NUMBER}",
     "alignprop": rf"update 2: reward {NUMBER}",
+    "diffusion_dpo": rf"brightness {NUMBER} before, {NUMBER} after",
     "ddpo": rf"epoch 2: \d+ updates, reward {NUMBER} kB",
 }
 OUTSIDE = {

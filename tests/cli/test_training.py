@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 from tests.cli.conftest import write_rows
 from tests.diffusion import tiny as tiny_diffusion
@@ -130,6 +131,27 @@ def test_align_prop_follows_the_gradient_of_a_reward(place, capsys):
     assert first.startswith("after 1 updates: mean reward ")
     assert last == 'The model is in runs/align-prop. Load it: pipeline.load_lora_weights("runs/align-prop")'
     assert Path("runs/align-prop/pytorch_lora_weights.safetensors").exists()
+
+
+def test_diffusion_dpo_learns_from_a_folder_of_pictures_with_captions(place, capsys):
+    tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
+    rows = []
+    for number in range(4):
+        row = {"prompt": f"a cat {number}"}
+        for name, level in (("chosen", 200), ("rejected", 10 * number)):
+            row[f"{name}_file_name"] = f"{name}{number}.png"
+            Path("pictures").mkdir(exist_ok=True)
+            Image.new("RGB", (16, 16), (level, 0, 0)).save(f"pictures/{name}{number}.png")
+        rows.append(row)
+    write_rows("pictures/metadata.jsonl", rows)
+    words = ("--dataset=pictures", "--train_batch_size=2", "--mixed_precision=no")
+    *_, last = run("diffusion-dpo", *words, capsys=capsys, model="pipeline")
+    assert last == 'The model is in runs/diffusion-dpo. Load it: pipeline.load_lora_weights("runs/diffusion-dpo")'
+    assert Path("runs/diffusion-dpo/pytorch_lora_weights.safetensors").exists()
+    Image.new("RGB", (24, 16)).save("pictures/chosen2.png")
+    with pytest.raises(SystemExit):
+        run("diffusion-dpo", *words, "--logdir=runs/again", capsys=capsys, model="pipeline")
+    assert "The chosen picture of row 2 has 24 x 16 pixels" in capsys.readouterr().err
 
 
 # --- settings ----------------------------------------------------------------------------------------------------

@@ -4,12 +4,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from tests.diffusion import tiny as tiny_diffusion
 from tests.lm import tiny
 from transformers import TrainerCallback
 
-from trimtab_diffusion import AlignPropConfig, AlignPropTrainer, DDPOConfig, DDPOTrainer
+from trimtab_diffusion import (
+    AlignPropConfig,
+    AlignPropTrainer,
+    DDPOConfig,
+    DDPOTrainer,
+    DiffusionDPOConfig,
+    DiffusionDPOTrainer,
+)
 from trimtab_lm import (
     DPOConfig,
     DPOTrainer,
@@ -175,6 +183,17 @@ def alignprop(folder: Path) -> set[str]:
     return names
 
 
+def diffusion_dpo(folder: Path) -> set[str]:
+    names: set[str] = set()
+    config = DiffusionDPOConfig(logdir=str(folder), mixed_precision="no", train_batch_size=2)
+    rows = [{"prompt": "a cat", "chosen": torch.ones(3, 16, 16), "rejected": torch.zeros(3, 16, 16)}] * 2
+    trainer = DiffusionDPOTrainer(config, tiny_diffusion.stable_diffusion(), rows)
+    log = trainer.tracker.log
+    trainer.tracker.log = lambda stats, step: (names.update(stats), log(stats, step))
+    trainer.train()
+    return names
+
+
 RUNS: dict[str, Callable[[Path], set[str]]] = {
     "sft": sft,
     "reward": reward,
@@ -184,4 +203,5 @@ RUNS: dict[str, Callable[[Path], set[str]]] = {
     "iterative-sft": iterative_sft,
     "ddpo": ddpo,
     "alignprop": alignprop,
+    "diffusion-dpo": diffusion_dpo,
 }

@@ -15,6 +15,7 @@ NOT_IN_A_TINY_RUN = {
     "grpo": {HEALTH, "sampling/steps_behind"},
     "ddpo": {HEALTH, "policy/overflowed"},
     "alignprop": {HEALTH, "policy/overflowed"},
+    "diffusion-dpo": {HEALTH, "policy/overflowed"},
 }
 
 

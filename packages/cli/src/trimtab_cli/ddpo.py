@@ -1,4 +1,4 @@
-"""`trimtab ddpo` and `trimtab align-prop`: a diffusion pipeline from rewards (arXiv:2305.13301, arXiv:2310.03739)."""
+"""`trimtab ddpo`, `align-prop` and `diffusion-dpo`: a diffusion pipeline from rewards, or from pairs of pictures."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,11 @@ from trimtab_diffusion import (
     DDPOConfig,
     DDPOTrainer,
     DefaultDDPOStableDiffusionPipeline,
+    DiffusionDPOConfig,
+    DiffusionDPOTrainer,
 )
 from trimtab_diffusion.prompts import Prompts
+from trimtab_diffusion.training.base import PipelineTrainer
 from trimtab_diffusion.training.sampling import RewardFunction
 from trimtab_lm.data.prompts import open_dataset
 
@@ -35,11 +38,30 @@ images.
 
   trimtab align-prop --model stable-diffusion-v1-5/stable-diffusion-v1-5 --dataset prompts.txt \\
       --reward rewards.py:redness --num_epochs 50"""
+ABOUT_PAIRS = """Learning from pairs of pictures of a caption. The dataset has the columns `prompt`, `chosen` and
+`rejected`. A folder of pictures has them in its metadata.jsonl, as the names of files:
+{"prompt": "a cat", "chosen_file_name": "1.png", "rejected_file_name": "2.png"}
+
+  trimtab diffusion-dpo --model stable-diffusion-v1-5/stable-diffusion-v1-5 --dataset pictures --num_epochs 4"""
 COLUMNS = ("prompt", "text")
 
 
 @dataclass(kw_only=True)
-class RunConfig:
+class PairArguments:
+    """The pipeline that trains, and its pairs of pictures."""
+
+    model: str = setting("Hub id or folder of a diffusers pipeline.")
+    dataset: str = setting("Hub id, folder of pictures, or file (.parquet) of the pairs.")
+    split: str = setting("Split of the dataset, or a part of it.", default="train")
+    lora_rank: CountFromZero = setting("Train LoRA adapters of this rank. 0: all weights of the denoiser.", default=4)
+
+    def __post_init__(self) -> None:
+        refuse_missing_path(self.model)
+        refuse_missing_path(self.dataset)
+
+
+@dataclass(kw_only=True)
+class RewardArguments:
     """The pipeline that trains, its prompts and its reward."""
 
     model: str = setting("Hub id or folder of a diffusers pipeline.")
@@ -81,25 +103,57 @@ class RunConfig:
 
 def ddpo(argv: Sequence[str]) -> int:
     """Train a diffusion pipeline from rewards."""
-    return _train("ddpo", argv, DDPOConfig, DDPOTrainer, report, ABOUT)
+    return _train(
+        "ddpo",
+        argv,
+        RewardArguments,
+        DDPOConfig,
+        lambda run, config: DDPOTrainer(config, run.function(), run.prompts(), pipeline_of(run), report),
+        ABOUT,
+    )
 
 
 def align_prop(argv: Sequence[str]) -> int:
     """Train a diffusion pipeline by the gradient of a reward."""
-    return _train("align-prop", argv, AlignPropConfig, AlignPropTrainer, report_batch, ABOUT_GRADIENT)
+    return _train(
+        "align-prop",
+        argv,
+        RewardArguments,
+        AlignPropConfig,
+        lambda run, config: AlignPropTrainer(config, run.function(), run.prompts(), pipeline_of(run), report_batch),
+        ABOUT_GRADIENT,
+    )
 
 
-def _train(name: str, argv: Sequence[str], config_kind: Any, kind: Any, hook: Callable[..., None], about: str) -> int:
+def diffusion_dpo(argv: Sequence[str]) -> int:
+    """Train a diffusion pipeline from pairs of pictures."""
+    return _train(
+        "diffusion-dpo",
+        argv,
+        PairArguments,
+        DiffusionDPOConfig,
+        lambda run, config: DiffusionDPOTrainer(config, pipeline_of(run), open_dataset(run.dataset, run.split)),
+        ABOUT_PAIRS,
+    )
+
+
+def pipeline_of(run: RewardArguments | PairArguments) -> DefaultDDPOStableDiffusionPipeline:
+    """The pipeline, with adapters if they train."""
+    return DefaultDDPOStableDiffusionPipeline(run.model, use_lora=run.lora_rank > 0, lora_rank=run.lora_rank)
+
+
+def _train(
+    name: str, argv: Sequence[str], arguments: Any, config_kind: Any, build: Callable[..., PipelineTrainer], about: str
+) -> int:
+    """Trains what `build(run, config)` returns, and saves it."""
     recipe = {"logdir": f"runs/{name}", "exp_name": name, "tracker_project_name": "trimtab", "log_with": tracker()}
     if not torch.accelerator.is_available():
         recipe["mixed_precision"] = "no"  # half precision is for accelerators
-    run, config = settings(name, argv, RunConfig, config_kind, about=about, recipe=recipe)
+    run, config = settings(name, argv, arguments, config_kind, about=about, recipe=recipe)
     disable_progress_bar()
     with errors_in_one_line(name):
         set_seed(config.seed)
-        use_lora = {"use_lora": run.lora_rank > 0, "lora_rank": run.lora_rank}
-        pipeline = DefaultDDPOStableDiffusionPipeline(run.model, **use_lora)
-        trainer = kind(config, run.function(), run.prompts(), pipeline, hook)
+        trainer = build(run, config)
     trainer.sd_pipeline.set_progress_bar_config(disable=True)
     with errors_in_one_line(name, (CheckpointError,)):
         trainer.train()

@@ -32,6 +32,7 @@ TRAINING = {
     "iterative-sft": Command("trimtab_cli.raft", "iterative_sft", "fine-tuning on the best of n samples (RAFT)"),
     "ddpo": Command("trimtab_cli.ddpo", "ddpo", "DDPO of a diffusion pipeline, from rewards"),
     "align-prop": Command("trimtab_cli.ddpo", "align_prop", "AlignProp of a pipeline, from a reward's gradient"),
+    "diffusion-dpo": Command("trimtab_cli.ddpo", "diffusion_dpo", "Diffusion-DPO, from pairs of pictures"),
 }
 OTHERS = {
     "sweep": Command("trimtab_cli.sweep.command", "main", "run a W&B sweep file, without a server"),
@@ -39,7 +40,7 @@ OTHERS = {
     "memory": Command("trimtab_cli.memory", "main", "what each GPU would hold in a training, per engine"),
 }
 COMMANDS = TRAINING | OTHERS
-NEEDED = {"ddpo": "trimtab_diffusion", "align-prop": "trimtab_diffusion"}
+NEEDED = dict.fromkeys(("ddpo", "align-prop", "diffusion-dpo"), "trimtab_diffusion")
 """Packages that subcommands need besides those that this one depends on."""
 HELP = {"-h", "--help", "--help-all"}
 

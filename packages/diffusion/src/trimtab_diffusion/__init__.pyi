@@ -1,4 +1,5 @@
 from .alignprop import AlignPropConfig as AlignPropConfig, AlignPropTrainer as AlignPropTrainer
+from .diffusion_dpo import DiffusionDPOConfig as DiffusionDPOConfig, DiffusionDPOTrainer as DiffusionDPOTrainer
 from .ddpo import DDPOConfig as DDPOConfig, DDPOTrainer as DDPOTrainer
 from .pipelines import (
     DDPOPipelineOutput as DDPOPipelineOutput,

@@ -25,6 +25,8 @@ class Scheduler(Protocol):
     sigmas: Tensor
 
     def set_timesteps(self, num_inference_steps: int) -> None: ...
+    @classmethod
+    def from_config(cls, config: Any) -> Any: ...
 
 
 def gaussian_logprob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -236,6 +238,19 @@ class Steps:
             )
         kind = config.prediction_type
         return cls(timesteps, before, after, eta, is_flow=False, prediction_type=kind, clip=clip, threshold=threshold)
+
+    @classmethod
+    def of_training(cls, scheduler: Scheduler) -> Steps:
+        """Returns the noise levels on which a pipeline was trained, from which no step is taken.
+
+        Args:
+            scheduler: as for `of`.
+        """
+        fresh = type(scheduler).from_config(scheduler.config)  # before any set_timesteps
+        timesteps, is_flow = fresh.timesteps.cpu(), "FlowMatch" in type(scheduler).__name__
+        levels = fresh.sigmas.cpu()[: len(timesteps)].float() if is_flow else fresh.alphas_cumprod.cpu()[timesteps]
+        kind = "epsilon" if is_flow else scheduler.config.prediction_type
+        return cls(timesteps, levels, levels, 0.0, is_flow=is_flow, prediction_type=kind)
 
     def __len__(self) -> int:
         return len(self.timesteps)

@@ -1,0 +1,132 @@
+"""Pairs of pictures with a caption: their checks, and their latents."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trimtab_common.images import to_pil
+from trimtab_diffusion.compat.trees import tree_leaves
+from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
+from trimtab_diffusion.steps import Steps
+from trimtab_diffusion.trajectories import Arguments, Schedule, Trajectories, joined
+
+PICTURES = ("chosen", "rejected")
+
+
+class Pairs(Protocol):
+    """A dataset, or a list of dicts."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def check_pairs(pairs: Pairs) -> None:
+    """Checks all rows before any work.
+
+    Raises:
+        ValueError: there are no rows, a column is missing, a caption is empty, or pictures differ in size.
+    """
+    if not len(pairs):
+        raise ValueError("The dataset has no pairs. Pass rows with `prompt`, `chosen` and `rejected`.")
+    size = None
+    for i in range(len(pairs)):
+        row = pairs[i]
+        if missing := [name for name in ("prompt", *PICTURES) if row.get(name) is None]:
+            raise ValueError(
+                f"Row {i} has no {' and no '.join(missing)}; it has {', '.join(row)}. Each row needs a caption "
+                "`prompt` and two pictures, `chosen` and `rejected`."
+            )
+        if not isinstance(row["prompt"], str) or not row["prompt"].strip():
+            raise ValueError(f"Row {i} has the prompt {row['prompt']!r}. Write a caption, or leave the row out.")
+        for name in PICTURES:
+            came = picture_of(row[name], f"{name} of row {i}").size
+            size = size or came
+            if came != size:
+                raise ValueError(
+                    f"The {name} picture of row {i} has {came[0]} x {came[1]} pixels, the first picture has {size[0]} "
+                    f"x {size[1]}. Resize all pictures to one size, that of the pipeline."
+                )
+
+
+def picture_of(value: Any, name: str) -> Image.Image:
+    """A picture in RGB.
+
+    Raises:
+        ValueError: the value is none.
+    """
+    try:
+        return to_pil(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"The {name} is no picture: {error}") from error
+
+
+def pixels_of(pictures: list[Image.Image]) -> Tensor:
+    """Pixels [B, 3, H, W] within [-1, 1]."""
+    return torch.stack([torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in pictures]).float() / 127.5 - 1
+
+
+@torch.no_grad()
+def encoded(pipeline: DDPOStableDiffusionPipeline, pairs: Pairs, *, batch_size: int) -> Trajectories:
+    """The latents of all pictures, and what the denoiser reads of their captions, on the CPU.
+
+    The pipeline is called once for each batch of captions, for two steps, to see what it passes to its denoiser.
+
+    Args:
+        pipeline: without guidance it passes its denoiser arguments that no step changes.
+        pairs: N checked rows.
+        batch_size: rows that have room at a time.
+
+    Returns:
+        Trajectories of one step: the N chosen pictures, then the N rejected ones; the schedule has all noise levels of
+        the pipeline's training.
+
+    Raises:
+        ValueError: the denoiser's conditions depend on the latents, or its latents are not those of the autoencoder.
+    """
+    vae, device = pipeline.sd_pipeline.vae, pipeline.device
+    latents, conditions = (list[Tensor](), list[Tensor]()), list[Arguments]()
+    shift, scale = vae.config.get("shift_factor") or 0.0, vae.config.scaling_factor
+    call: dict[str, Any] = {pipeline.guidance_argument: 1.0, "num_inference_steps": 2, "output_type": "latent"}
+    for start in range(0, len(pairs), batch_size):
+        rows = [pairs[i] for i in range(start, min(start + batch_size, len(pairs)))]
+        pixels = pixels_of([picture_of(row[name], name) for name in PICTURES for row in rows]).to(device, vae.dtype)
+        clean = (vae.encode(pixels).latent_dist.mode() - shift) * scale
+        call |= {"height": pixels.shape[2], "width": pixels.shape[3], "prompt": [row["prompt"] for row in rows]}
+        seen = pipeline(generator=torch.Generator(device).manual_seed(0), storage_device="cpu", **call).trajectories
+        _check(seen, clean, pipeline)
+        for kept, part in zip(latents, clean.float().cpu().chunk(2), strict=True):
+            kept.append(part)
+        conditions.append(seen.conditions)
+    found = seen.schedule
+    steps = Steps.of_training(pipeline.scheduler)
+    whole = torch.cat([*latents[0], *latents[1]])[:, None]
+    return Trajectories(
+        Schedule(steps, steps.timesteps, found.name, dtype=found.dtype),
+        first=whole[:, 0],
+        latents=whole,
+        logprobs=torch.zeros(len(whole), 1),
+        conditions=joined([*conditions, *conditions], dim=0),
+    )
+
+
+def _check(seen: Trajectories, clean: Tensor, pipeline: DDPOStableDiffusionPipeline) -> None:
+    kind = type(pipeline.sd_pipeline).__name__
+    if any(isinstance(leaf, Tensor) and leaf.shape[1] > 1 for leaf in tree_leaves(seen.conditions)):
+        raise ValueError(
+            f"{kind} passes its denoiser arguments that depend on the latents, which noised pictures have not. Use a "
+            "pipeline of text alone."
+        )
+    if seen.first.shape[1:] != clean.shape[1:]:
+        raise ValueError(
+            f"{kind} denoises latents of {list(seen.first.shape[1:])}, and its autoencoder encodes a picture as "
+            f"{list(clean.shape[1:])}. Diffusion-DPO trains pipelines whose latents are the autoencoder's own, such as "
+            "Stable Diffusion 1 to 3 and SDXL."
+        )
+    if not torch.equal(seen.schedule.times.float(), seen.schedule.steps.timesteps.float()):
+        raise ValueError(
+            f"{kind} rescales the timesteps for its denoiser, which Diffusion-DPO does not know. Use another."
+        )

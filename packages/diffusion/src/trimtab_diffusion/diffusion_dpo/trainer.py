@@ -1,0 +1,113 @@
+"""Diffusion-DPO: preferences between pictures of one caption (Wallace et al. 2023, arXiv:2311.12908)."""
+
+import time
+import warnings
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from trimtab_common.conditions import Vitals
+from trimtab_common.seeding import sampling_seed
+from trimtab_common.stats import gather_stats, merge_stats
+from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
+from trimtab_diffusion.training import config as shared
+from trimtab_diffusion.training.base import TRAIN, PipelineTrainer
+from trimtab_diffusion.training.optimizing import Updates
+from trimtab_diffusion.training.setup import reference_of
+
+from .algorithm import update
+from .config import DiffusionDPOConfig
+from .data import Pairs, check_pairs, encoded
+
+WITHOUT_EFFECT = (*shared.WITHOUT_EFFECT, "encode_batch_size")
+"""Settings that change no result."""
+
+
+class DiffusionDPOTrainer(PipelineTrainer):
+    """Makes a pipeline's denoiser better at chosen pictures than at rejected ones, relative to how it was.
+
+    Args:
+        config: a copy of it is `trainer.config`.
+        sd_pipeline: a DDPOStableDiffusionPipeline of Stable Diffusion 1 to 3 or SDXL; or such a diffusers pipeline, all
+            of whose denoiser is then trained.
+        train_dataset: rows with a caption `prompt` and two pictures of one size, `chosen` and `rejected`: PIL images,
+            or arrays [3, H, W] or [H, W, 3], uint8 or float within [0, 1].
+
+    Raises:
+        ValueError: a row has no caption or no picture, sizes differ, or there are fewer pairs than an update takes.
+    """
+
+    paper, title = "Wallace et al. 2023, arXiv:2311.12908", "Diffusion-DPO model"
+    config: DiffusionDPOConfig
+
+    def __init__(
+        self,
+        config: DiffusionDPOConfig,
+        sd_pipeline: DDPOStableDiffusionPipeline | DiffusionPipeline,
+        train_dataset: Pairs,
+    ) -> None:
+        check_pairs(train_dataset)
+        super().__init__(config, sd_pipeline)
+        self.pairs = len(train_dataset)
+        per_update = config.samples_per_update * self.accelerator.num_processes
+        if self.pairs < per_update:
+            raise ValueError(
+                f"{self.pairs} pairs came, and an update takes {per_update}: train_batch_size x "
+                "train_gradient_accumulation_steps on each process. Lower one of these, or pass more pairs."
+            )
+        if rest := self.pairs % per_update:
+            warnings.warn(
+                f"Each epoch leaves out {rest} of {self.pairs} pairs, others each time: they fill no update of "
+                f"{per_update}.",
+                stacklevel=2,
+            )
+        self.pictures = encoded(self.sd_pipeline, train_dataset, batch_size=config.encode_batch_size)
+        self.reference = reference_of(self.sd_pipeline, self.accelerator)
+        self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD)
+        self._resume()
+
+    def step(self, epoch: int, global_step: int) -> int:
+        """One pass over the pairs, in a new order, and its statistics.
+
+        Args:
+            epoch: its number, from 0, on which its random numbers depend.
+            global_step: optimizer steps before it.
+
+        Returns:
+            Optimizer steps after it.
+        """
+        self.run.begin_step(self.checkpoint_folder)
+        started, config = time.perf_counter(), self.config
+        self.global_step = global_step
+        updates = Updates(self.accelerator, self.model, self.optimizer, self.lr_scheduler, config, global_step)
+        stats = update(
+            self.pictures,
+            self.model,
+            self.reference,
+            self.batches(epoch),
+            updates,
+            generator=self._generator(TRAIN, epoch),
+            config=config,
+        )
+        self.first_epoch, self.global_step = epoch + 1, updates.done
+        of_run = {
+            "epoch": float(epoch),
+            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+            "time/epoch": time.perf_counter() - started,
+        }
+        gathered = gather_stats(merge_stats([of_run, *stats]))
+        self.last_stats = {name: value for name, value in gathered.items() if isinstance(value, float)}
+        warns = self.accelerator.is_main_process
+        health = self.run.health.report(Vitals(), self.last_stats, when=f"epoch {epoch}", warns=warns)
+        self.run.tracker.log({**gathered, **health}, self.global_step)
+        self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= config.num_epochs)
+        return self.global_step
+
+    def batches(self, epoch: int) -> list[Tensor]:
+        """The numbers of this process's pairs in each update of an epoch."""
+        order = torch.Generator().manual_seed(sampling_seed(self.config.seed, rank=0, draw=2 * epoch))
+        processes, own = self.accelerator.num_processes, self.accelerator.process_index
+        per_update = self.config.samples_per_update * processes
+        whole = torch.randperm(self.pairs, generator=order)[: self.pairs // per_update * per_update]
+        return [rows.chunk(processes)[own] for rows in whole.split(per_update)]

@@ -1,0 +1,204 @@
+"""Diffusion-DPO: its formula, its noised pairs, the trainer, and its refusals."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.diffusion import test_modern_pipelines as modern
+from tests.diffusion import tiny
+from tests.diffusion.run_diffusion_dpo_distributed import KINDS, rows_of, run
+from tests.processes import results_of_two
+
+from trimtab_diffusion import DDPOStableDiffusionPipeline, DiffusionDPOConfig, DiffusionDPOTrainer
+from trimtab_diffusion.diffusion_dpo import algorithm
+from trimtab_diffusion.diffusion_dpo.algorithm import errors, noised
+from trimtab_diffusion.diffusion_dpo.loss import diffusion_dpo_loss
+
+BUILD = {"sd": tiny.stable_diffusion, "sdxl": tiny.stable_diffusion_xl, "sd3": tiny.stable_diffusion_3}
+
+
+def trainer(folder: Path, pipeline: Any = None, rows: Any = None, *, use_lora: bool = False, **settings: Any):
+    defaults: dict[str, Any] = {"logdir": str(folder), "mixed_precision": "no", "train_batch_size": 2}
+    with tiny.from_seed(1):
+        wrapped = DDPOStableDiffusionPipeline(pipeline or tiny.stable_diffusion(), use_lora=use_lora)
+    return DiffusionDPOTrainer(DiffusionDPOConfig(**defaults | settings), wrapped, rows or rows_of(8))
+
+
+# The formula
+
+
+def test_the_loss_of_worked_numbers():
+    """Errors fell by 0.1 on the chosen picture and rose by 0.2 on the rejected one; beta / 2 is 10."""
+    loss, chosen, rejected = diffusion_dpo_loss(
+        torch.tensor([0.4, 0.5]), torch.tensor([0.7, 0.5]), torch.tensor([0.5, 0.5]), torch.tensor([0.5, 0.5]), beta=20
+    )
+    assert chosen.tolist() == pytest.approx([1.0, 0.0], abs=1e-6)
+    assert rejected.tolist() == pytest.approx([-2.0, 0.0], abs=1e-6)
+    assert loss.tolist() == pytest.approx([math.log1p(math.exp(-3)), math.log(2)], abs=1e-6)
+
+
+def test_the_gradient_lowers_the_chosen_error_and_raises_the_rejected_one():
+    chosen, rejected = (torch.tensor([0.5, 0.3], dtype=torch.float64, requires_grad=True) for _ in range(2))
+    reference = torch.tensor([0.5, 0.4], dtype=torch.float64)
+    diffusion_dpo_loss(chosen, rejected, reference, reference, beta=4)[0].sum().backward()
+    assert chosen.grad.tolist() == pytest.approx([1.0, 1.0])  # beta / 2 times sigmoid(0)
+    assert rejected.grad.tolist() == pytest.approx([-1.0, -1.0])
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample"])
+def test_errors_are_those_of_the_noised_latents(kind: str, tmp_path: Path):
+    trained = trainer(tmp_path, tiny.stable_diffusion(kind))
+    pictures, scheduler, unet = trained.pictures, trained.sd_pipeline.scheduler, trained.model
+    rows = torch.tensor([5, 0, 3])
+    batch = noised(pictures, torch.device("cpu"), rows, tiny.generator(4))
+    found = torch.cat(errors(pictures, unet, batch))
+
+    draws = tiny.generator(4)
+    times = scheduler.config.num_train_timesteps - 1 - torch.randint(1000, (3,), generator=draws)
+    noise = torch.randn(3, *pictures.first.shape[1:], generator=draws)
+    prompts = [f"a cat {row}" for row in rows.tolist()]
+    text = trained.sd_pipeline.sd_pipeline.encode_prompt(prompts, "cpu", 1, do_classifier_free_guidance=False)[0]
+    for half, offset in ((found[:3], 0), (found[3:], 8)):
+        clean = pictures.latents[rows + offset, 0]
+        latents = scheduler.add_noise(clean, noise, times)
+        target = {"epsilon": noise, "sample": clean, "v_prediction": scheduler.get_velocity(clean, noise, times)}[kind]
+        with torch.no_grad():
+            prediction = unet(latents, times, text).sample
+        torch.testing.assert_close(half, ((prediction - target) ** 2).mean((1, 2, 3)), rtol=1e-4, atol=1e-6)
+
+
+def test_latents_are_those_of_the_autoencoder(tmp_path: Path):
+    rows = rows_of(8)
+    trained = trainer(tmp_path, tiny.stable_diffusion_3(), rows, encode_batch_size=3)
+    vae = trained.sd_pipeline.vae
+    for place, picture in ((2, rows[2]["chosen"]), (8 + 5, rows[5]["rejected"])):
+        pixels = (picture * 255).round()[None] / 127.5 - 1
+        with torch.no_grad():
+            mode = vae.encode(pixels).latent_dist.mode()
+        expected = (mode - vae.config.shift_factor) * vae.config.scaling_factor
+        torch.testing.assert_close(trained.pictures.latents[place], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_both_pictures_of_a_pair_get_the_same_noise(tmp_path: Path):
+    rows = [row | {"rejected": row["chosen"]} for row in rows_of(8)]
+    trained = trainer(tmp_path, rows=rows)
+    batch = noised(trained.pictures, torch.device("cpu"), torch.arange(8), tiny.generator())
+    assert torch.equal(*batch.latents.chunk(2))
+    assert torch.equal(*batch.levels.chunk(2))
+    assert len(batch.levels.unique()) > 4
+
+
+# The trainer
+
+
+@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", BUILD)
+def test_chosen_pictures_win(kind: str, use_lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the same noise in each epoch, which these untrained models need."""
+    usual = algorithm.noised
+
+    def same(pictures: Any, device: Any, rows: torch.Tensor, _: Any) -> Any:
+        return usual(pictures, device, rows, tiny.generator(int(rows[0])))
+
+    monkeypatch.setattr(algorithm, "noised", same)
+    sizes = {"train_batch_size": 1, "train_gradient_accumulation_steps": 8, "num_epochs": 20, "save_freq": 100}
+    trained = trainer(
+        tmp_path, BUILD[kind](), use_lora=use_lora, train_learning_rate=3e-3 if use_lora else 3e-4, beta=1000, **sizes
+    )
+    history = trained.train()
+    assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)  # policy and reference are one
+    assert history[-1]["loss"] < 0.6
+    assert history[-1]["rewards/accuracies"] > 0.8
+    assert history[-1]["rewards/margins"] > 0.2
+
+
+def test_an_epoch_takes_each_pair_once_in_a_new_order(tmp_path: Path):
+    with pytest.warns(UserWarning, match="leaves out 2 of 8 pairs"):
+        trained = trainer(tmp_path, train_batch_size=3)
+    orders = [torch.cat(trained.batches(epoch)).tolist() for epoch in range(4)]
+    assert all(len(set(order)) == 6 for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+    assert len({tuple(sorted(order)) for order in orders}) > 1
+    assert torch.cat(trained.batches(0)).tolist() == orders[0]
+
+
+def test_a_dataset_of_picture_files_is_read(tmp_path: Path):
+    rows = {"prompt": ["a cat", "a dog"], "chosen": [], "rejected": []}
+    for name in ("chosen", "rejected"):
+        for number in range(2):
+            path = tmp_path / f"{name}{number}.png"
+            Image.fromarray(np.full((16, 16, 3), 40 * number, dtype=np.uint8)).save(path)
+            rows[name].append(str(path))
+    table = datasets.Dataset.from_dict(rows)
+    for name in ("chosen", "rejected"):
+        table = table.cast_column(name, datasets.Image())
+    trained = trainer(tmp_path / "run", rows=table)
+    assert trained.step(0, 0) == 1
+
+
+def test_what_is_saved_loads_in_diffusers(tmp_path: Path):
+    trained = trainer(tmp_path / "run", use_lora=True)
+    trained.train()
+    trained.save_pretrained(tmp_path / "model")
+    tiny.stable_diffusion().load_lora_weights(tmp_path / "model")
+    assert "Wallace et al. 2023" in (tmp_path / "model" / "README.md").read_text()
+
+
+# Refusals
+
+
+def changed(**columns: Any) -> list[dict[str, Any]]:
+    rows = rows_of(8)
+    rows[3] = {name: value for name, value in (rows[3] | columns).items() if value != "left out"}
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (changed(prompt="left out"), "Row 3 has no prompt; it has chosen, rejected"),
+        (changed(prompt=""), "Row 3 has the prompt ''"),
+        (changed(rejected="left out"), "Row 3 has no rejected"),
+        (changed(chosen=None), "Row 3 has no chosen"),
+        (changed(rejected=torch.rand(3, 16, 24)), "rejected picture of row 3 has 24 x 16 pixels.*16 x 16"),
+        (changed(chosen=torch.full((3, 16, 16), float("nan"))), "chosen of row 3 is no picture.*nan"),
+        (changed(chosen=torch.rand(3, 16, 16) * 255), "chosen of row 3 is no picture.*in \\[0, 1\\]"),
+        (changed(chosen="cat.png"), "chosen of row 3 is no picture"),
+        (rows_of(1), "1 pairs came, and an update takes 2"),
+    ],
+)
+def test_a_faulty_row_is_refused_before_any_work(rows: Any, words: str, tmp_path: Path):
+    pipeline = tiny.stable_diffusion()
+    pipeline.vae.register_forward_hook(lambda *_: pytest.fail("pictures were encoded"))
+    with pytest.raises(ValueError, match=words):
+        trainer(tmp_path, pipeline, rows)
+
+
+def test_no_rows_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="no pairs"):
+        DiffusionDPOTrainer(DiffusionDPOConfig(mixed_precision="no"), tiny.stable_diffusion(), [])
+
+
+def test_a_pipeline_that_packs_its_latents_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="latents are the autoencoder's own"):
+        trainer(tmp_path, modern.BUILD["flux"]())
+
+
+# Two processes
+
+
+@pytest.mark.distributed
+def test_two_processes_are_one(tmp_path: Path):
+    first, second = results_of_two("tests.diffusion.run_diffusion_dpo_distributed", tmp_path)
+    for kind in KINDS:
+        alone = run(kind)
+        for name, weight in first[kind]["weights"].items():
+            assert torch.equal(weight, second[kind]["weights"][name])
+            torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-8, atol=1e-10)
+        for mine, its in zip(first[kind]["history"], alone["history"], strict=True):
+            assert mine == pytest.approx(its, rel=1e-5, abs=1e-6)
