@@ -1,4 +1,4 @@
-"""DDPO trains every pipeline on an accelerator, AlignProp two, and both resume to the same bits."""
+"""DDPO trains every pipeline on an accelerator, the other trainers two; all resume to the same bits."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.diffusion import test_modern_pipelines as modern
 from tests.diffusion import tiny
+from tests.diffusion.run_diffusion_dpo_distributed import rows_of
 from tests.diffusion.test_modern_pipelines import Turns, brightness, differing, weights
 
 from trimtab_diffusion import (
@@ -16,6 +17,8 @@ from trimtab_diffusion import (
     DDPOConfig,
     DDPOStableDiffusionPipeline,
     DDPOTrainer,
+    DiffusionDPOConfig,
+    DiffusionDPOTrainer,
 )
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.filterwarnings("ignore")]
@@ -62,6 +65,20 @@ def by_gradient(kind: str, folder: Path, *, use_lora: bool, **settings: Any) -> 
     return AlignPropTrainer(AlignPropConfig(**defaults | settings), brightness, Turns(), pipeline)
 
 
+def by_pairs(kind: str, folder: Path, *, use_lora: bool, **settings: Any) -> DiffusionDPOTrainer:
+    with tiny.from_seed(1):
+        pipeline = DDPOStableDiffusionPipeline(BUILD[kind](), use_lora=use_lora)
+    defaults: dict[str, Any] = {
+        "logdir": str(folder),
+        "num_epochs": 2,
+        "beta": 10,  # with more, fp16 skips all of these few updates
+        "train_batch_size": 2,
+        "train_gradient_accumulation_steps": 2,
+        "train_learning_rate": 1e-3,
+    }
+    return DiffusionDPOTrainer(DiffusionDPOConfig(**defaults | settings), pipeline, rows_of(8))
+
+
 def resumes(kind: str, folder: Path, trainer: Callable[..., Any] = trainer, **settings: Any) -> None:
     straight = trainer(kind, folder, **settings)
     assert straight.accelerator.device.type == "musa"
@@ -99,3 +116,10 @@ LAST = {"truncated_backprop_rand": False, "truncated_backprop_timestep": 2, "low
 @pytest.mark.parametrize("kind", ["sd", "sd3"])
 def test_gradients_of_rewards(kind: str, precision: str, use_lora: bool, settings: dict[str, Any], tmp_path: Path):
     resumes(kind, tmp_path, by_gradient, use_lora=use_lora, mixed_precision=precision, **settings)
+
+
+@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["sd", "sd3"])
+def test_pairs_of_pictures(kind: str, precision: str, use_lora: bool, tmp_path: Path):
+    resumes(kind, tmp_path, by_pairs, use_lora=use_lora, mixed_precision=precision)

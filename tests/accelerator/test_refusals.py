@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from tests.accelerator.runs import Case, build, ppo
-from tests.accelerator.test_pipelines import by_gradient
+from tests.accelerator.test_pipelines import by_gradient, by_pairs
 from tests.accelerator.test_pipelines import trainer as ddpo
 from tests.test_every_trainer import WORDS, length
 
 import trimtab_diffusion.alignprop.trainer
+import trimtab_diffusion.diffusion_dpo.algorithm
 import trimtab_lm.dpo.trainer
 import trimtab_lm.grpo.trainer
 from trimtab_lm import PPOTrainer
@@ -104,5 +105,19 @@ def test_alignprops_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     whole = module.latents_with_gradient
     monkeypatch.setattr(module, "latents_with_gradient", lambda *args, **kwargs: whole(*args, **kwargs).cpu())
     trainer = by_gradient("sd", tmp_path, use_lora=True, mixed_precision="no")
+    with pytest.raises(RuntimeError, match=REFUSED):
+        trainer.train(1)
+
+
+def test_diffusion_dpos_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = trimtab_diffusion.diffusion_dpo.algorithm
+    whole = module.noised
+
+    def left(*args: Any) -> Any:
+        batch = whole(*args)
+        return batch._replace(latents=batch.latents.cpu())
+
+    monkeypatch.setattr(module, "noised", left)
+    trainer = by_pairs("sd", tmp_path, use_lora=True, mixed_precision="no")
     with pytest.raises(RuntimeError, match=REFUSED):
         trainer.train(1)

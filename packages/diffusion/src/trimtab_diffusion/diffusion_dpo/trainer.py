@@ -62,9 +62,9 @@ class DiffusionDPOTrainer(PipelineTrainer):
                 f"{per_update}.",
                 stacklevel=2,
             )
-        self.pictures = encoded(self.sd_pipeline, train_dataset, batch_size=config.encode_batch_size)
         self.reference = reference_of(self.sd_pipeline, self.accelerator)
         self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD)
+        self.pictures = encoded(self.sd_pipeline, train_dataset, batch_size=config.encode_batch_size)
         self._resume()
 
     def step(self, epoch: int, global_step: int) -> int:
