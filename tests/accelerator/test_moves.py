@@ -8,7 +8,7 @@ import torch
 from trimtab_common.accelerators import moved
 
 pytestmark = pytest.mark.accelerator
-HOST, DEVICE = torch.device("cpu"), torch.device("musa", 0)
+HOST = torch.device("cpu")
 TENSORS = [
     torch.tensor([True, False, True]),
     torch.arange(6).view(2, 3).T,
@@ -22,10 +22,11 @@ TENSORS = [
 
 
 def test_tensors_of_several_kinds_move_in_one_copy(device: ModuleType):
+    place = torch.device("musa", 0)
     device.clear()
-    there = moved(TENSORS, DEVICE)
+    there = moved(TENSORS, place)
     assert device.copies() == 1
-    assert {tensor.device for tensor in there} == {DEVICE}
+    assert {tensor.device for tensor in there} == {place}
     device.clear()
     back = moved(there, HOST)
     assert device.waits() == {"copy to the host": 1}
@@ -35,9 +36,10 @@ def test_tensors_of_several_kinds_move_in_one_copy(device: ModuleType):
 
 
 def test_what_is_there_stays(device: ModuleType):
-    here, there = torch.ones(3), torch.ones(3, device=DEVICE)
+    place = torch.device("musa", 0)
+    here, there = torch.ones(3), torch.ones(3, device=place)
     device.clear()
-    first, second = moved([there, here], DEVICE)
+    first, second = moved([there, here], place)
     assert first is there
     assert torch.equal(second, there)
     assert device.copies() == 1

@@ -12,6 +12,7 @@ from torch import Tensor
 from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrainer
 from trimtab_diffusion.recorder import record
 from trimtab_diffusion.steps import gaussian_logprob
+from trimtab_diffusion.training.sampling import captioned
 from trimtab_diffusion.trajectories import Fixed, Trajectories, sampled_pairs
 
 BUILD: dict[str, Callable[[], Any]] = {
@@ -150,7 +151,8 @@ def test_rewards_get_images_or_videos(tmp_path: Path):
         )
         ddpo.reward_fn = reward
         samples = ddpo.draw(0)
-        pictures, captions = samples.captioned(1)
+        images, prompts, _, rewards, _ = samples.batches[-1]
+        pictures, captions = captioned(images, prompts, rewards, limit=1)
         shapes.append(tuple(pictures[0].shape))
         assert len(pictures) == len(captions) == 1
     assert shapes == [(2, 3, 16, 16), (3, 16, 16), (2, 5, 3, 16, 16), (3, 16, 5 * 16)]

@@ -49,7 +49,7 @@ _TRAINERS = {
     for package, folders in (
         (_LM, {"ppo": "PPO", "dpo": "DPO", "sft": "SFT", "reward": "Reward", "iterative_sft": "IterativeSFT"}),
         (_LM, {"grpo": "GRPO"}),
-        (_DIFFUSION, {"ddpo": "DDPO"}),
+        (_DIFFUSION, {"ddpo": "DDPO", "alignprop": "AlignProp"}),
     )
     for folder, kind in folders.items()
     for part in ("config", "trainer")
@@ -140,7 +140,6 @@ _TRAIN_WITH = {
     "XPO": "use GRPOTrainer",
     "NashMD": "use GRPOTrainer",
     "GKD": "use SFTTrainer on the teacher's samples",
-    "AlignProp": "use DDPOTrainer, which needs no gradient of the reward",
 }
 _JUDGE = "write a reward function"
 
