@@ -19,7 +19,7 @@ PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)
 PACKAGES := common lm diffusion cli
 REQUIREMENTS := constraints.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
 NEWEST_PARTS := pytest pytest-timeout pytest-xdist $(PACKAGES:%=-e packages/%)
-SHARDED := tests/lm/sharded tests/lm/environments/test_sharded.py tests/diffusion/test_ddpo_sharded.py \
+SHARDED := tests/lm/sharded tests/lm/environments/test_sharded.py tests/diffusion/test_ddpo_sharded.py tests/diffusion/test_pipelines_sharded.py \
   tests/test_failed_ranks.py
 HEALTH := tests/test_healthy_runs.py tests/common/test_health.py tests/common/test_reward_checks.py \
   tests/lm/ppo/test_health.py tests/lm/grpo/test_health.py tests/diffusion/test_ddpo_health.py

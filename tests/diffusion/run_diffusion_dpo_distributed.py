@@ -2,6 +2,8 @@
 
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,11 +27,20 @@ def rows_of(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def run(kind: str, *, processes: int = 1) -> dict[str, Any]:
-    """Two epochs of two updates, with noise that depends on the pair alone; returns weights and logs."""
+@contextmanager
+def same_noise() -> Iterator[None]:
+    """Noise in the block depends on the first pair of a part alone."""
     usual = algorithm.noised
     algorithm.noised = lambda pictures, device, rows, _: usual(pictures, device, rows, tiny.generator(int(rows[0])))
-    with tempfile.TemporaryDirectory() as folder:
+    try:
+        yield
+    finally:
+        algorithm.noised = usual
+
+
+def run(kind: str, *, processes: int = 1) -> dict[str, Any]:
+    """Two epochs of two updates, with noise that depends on the pair alone; returns weights and logs."""
+    with tempfile.TemporaryDirectory() as folder, same_noise():
         config = DiffusionDPOConfig(
             logdir=folder,
             mixed_precision="no",
@@ -43,7 +54,6 @@ def run(kind: str, *, processes: int = 1) -> dict[str, Any]:
         for epoch in range(2):
             trainer.step(epoch, trainer.global_step)
             history.append({name: value for name, value in trainer.last_stats.items() if not name.startswith("time/")})
-    algorithm.noised = usual
     weights = {name: weight.detach().clone() for name, weight in pipeline.denoiser.named_parameters()}
     return {"weights": weights, "history": history}
 

@@ -11,11 +11,10 @@ import torch
 from PIL import Image
 from tests.diffusion import test_modern_pipelines as modern
 from tests.diffusion import tiny
-from tests.diffusion.run_diffusion_dpo_distributed import KINDS, rows_of, run
+from tests.diffusion.run_diffusion_dpo_distributed import KINDS, rows_of, run, same_noise
 from tests.processes import results_of_two
 
 from trimtab_diffusion import DDPOStableDiffusionPipeline, DiffusionDPOConfig, DiffusionDPOTrainer
-from trimtab_diffusion.diffusion_dpo import algorithm
 from trimtab_diffusion.diffusion_dpo.algorithm import errors, noised
 from trimtab_diffusion.diffusion_dpo.loss import diffusion_dpo_loss
 
@@ -98,19 +97,14 @@ def test_both_pictures_of_a_pair_get_the_same_noise(tmp_path: Path):
 
 @pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", BUILD)
-def test_chosen_pictures_win(kind: str, use_lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_chosen_pictures_win(kind: str, use_lora: bool, tmp_path: Path):
     """With the same noise in each epoch, which these untrained models need."""
-    usual = algorithm.noised
-
-    def same(pictures: Any, device: Any, rows: torch.Tensor, _: Any) -> Any:
-        return usual(pictures, device, rows, tiny.generator(int(rows[0])))
-
-    monkeypatch.setattr(algorithm, "noised", same)
     sizes = {"train_batch_size": 1, "train_gradient_accumulation_steps": 8, "num_epochs": 20, "save_freq": 100}
     trained = trainer(
         tmp_path, BUILD[kind](), use_lora=use_lora, train_learning_rate=3e-3 if use_lora else 3e-4, beta=1000, **sizes
     )
-    history = trained.train()
+    with same_noise():
+        history = trained.train()
     assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)  # policy and reference are one
     assert history[-1]["loss"] < 0.6
     assert history[-1]["rewards/accuracies"] > 0.8

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.optimizers import fused_if_possible
+from trimtab_common.sharding import whole_tensor
 from trimtab_common.stats import Stats
 
 from .config import PipelineConfig
@@ -86,15 +87,15 @@ class Updates:
             TrainingDivergedError: a part's loss is not finite, or the norm where no loss scale is there to skip the
                 update.
         """
-        norm = torch.as_tensor(
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train_max_grad_norm)
-        )
-        self._require_finite(*[norm.float()] * (self.accelerator.scaler is None))
+        accelerator, largest = self.accelerator, self.config.train_max_grad_norm
+        norm = torch.as_tensor(accelerator.clip_grad_norm_(self.model.parameters(), largest), device=accelerator.device)
+        norm = whole_tensor(norm)
+        self._require_finite(*[norm.float()] * (accelerator.scaler is None))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
         self.done += 1
-        return self.accelerator.norm_stats(norm)
+        return accelerator.norm_stats(norm)
 
     def _require_finite(self, *norm: Tensor) -> None:
         """Checks the losses since the last time, and the norm; waits for the device once."""

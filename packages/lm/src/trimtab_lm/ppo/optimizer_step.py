@@ -6,10 +6,10 @@ import warnings
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.health import TrainingDivergedError
+from trimtab_common.sharding import whole_tensor
 from trimtab_common.stats import Mean, total_over_ranks
 
 from .config import PPOConfig
@@ -57,7 +57,7 @@ class OptimizerStep:
         if not is_due:
             return stats
         norm = accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or float("inf"))
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)  # DeepSpeed's is a number
+        norm = whole_tensor(torch.as_tensor(norm, device=accelerator.device))  # DeepSpeed's is a number
         if accelerator.scaler is None and not self._is_kept(step, norm.float()):
             return stats
         self.optimizer.step()
