@@ -138,6 +138,7 @@ class DDPOStableDiffusionPipeline:
         self,
         *args: Any,
         eta: float = 1.0,
+        window: tuple[int, int] | None = None,
         storage_dtype: torch.dtype | None = None,
         storage_device: torch.device | str | None = None,
         finish: Finish | None = None,
@@ -148,6 +149,7 @@ class DDPOStableDiffusionPipeline:
         Args:
             args: the prompt, or nothing.
             eta: scale of the steps' noise.
+            window: the first step that has noise, and the first one after it that has none; None: all have.
             storage_dtype, storage_device: the dtype and the device that keep the trajectories.
             finish: gives the latents that are decoded, with a gradient.
             kwargs: arguments of the pipeline, before those of `call_kwargs`.
@@ -157,6 +159,7 @@ class DDPOStableDiffusionPipeline:
         images, path = record(
             self.sd_pipeline,
             eta=eta,
+            window=window,
             storage_dtype=storage_dtype,
             storage_device=storage_device,
             finish=finish,

@@ -43,6 +43,7 @@ def record(
     pipeline: DiffusionPipeline,
     *,
     eta: float,
+    window: tuple[int, int] | None = None,
     generator: torch.Generator | None = None,
     storage_dtype: torch.dtype | None = None,
     storage_device: torch.device | str | None = None,
@@ -54,6 +55,7 @@ def record(
     Args:
         pipeline: its denoiser is called once a step, on the latents alone; or twice, with the prompt and then without.
         eta: scale of the steps' noise, as for `Steps`; not 0.
+        window: the steps that have noise, as for `Steps`.
         generator: draws the noise.
         storage_dtype: latents are rounded to it after each step. The pipeline continues from the rounded latents, so
             that the stored latents are those that are scored. None: no rounding.
@@ -74,7 +76,7 @@ def record(
             "eta=0 makes every step deterministic, so that it has no log-probability. Use eta > 0 (DDIM: 1 is DDPM's "
             "noise; flow matching: 0.7 is usual), or call the diffusers pipeline itself to sample without recording."
         )
-    recorder = _Recorder(pipeline, eta, generator, storage_dtype, storage_device, finish, call)
+    recorder = _Recorder(pipeline, eta, window, generator, storage_dtype, storage_device, finish, call)
     pipe = recorder.pipeline
     stock = pipe.scheduler.step
     hook = recorder.denoiser.register_forward_hook(recorder.see, with_kwargs=True)
@@ -105,6 +107,7 @@ class _Recorder:
         self,
         pipeline: DiffusionPipeline,
         eta: float,
+        window: tuple[int, int] | None,
         generator: torch.Generator | None,
         storage_dtype: torch.dtype | None,
         storage_device: torch.device | str | None,
@@ -113,7 +116,7 @@ class _Recorder:
     ):
         self.pipeline = cast(Any, pipeline)  # diffusers does not declare the parts of a pipeline
         self.eta, self.generator, self.dtype, self.device = eta, generator, storage_dtype, storage_device
-        self.finish = finish
+        self.window, self.finish = window, finish
         self.denoiser: nn.Module = getattr(pipeline, denoiser_name(pipeline))
         self.signature = inspect.signature(type(self.denoiser).forward)
         default = inspect.signature(type(pipeline).__call__).parameters.get("true_cfg_scale")
@@ -144,7 +147,7 @@ class _Recorder:
         """Takes a step of the scheduler, and records it."""
         asked, inputs = self._asked(sample, model_output)
         if not self.latents:
-            self.steps, self.first, self.asked = Steps.of(self.pipeline.scheduler, self.eta), sample, asked
+            self.steps, self.first, self.asked = Steps.of(self.pipeline.scheduler, self.eta, self.window), sample, asked
         elif asked != self.asked or len(inputs) != len(self.inputs[-1]):
             raise ValueError(
                 f"{type(self.pipeline).__name__} changed its guidance from {self.asked[1]} to {asked[1]} between two "
@@ -153,7 +156,8 @@ class _Recorder:
         number, is_flow = len(self.latents), self.steps.is_flow
         mean, std = self.steps.gaussian(model_output, sample, torch.full((len(sample),), number))
         if not is_flow:  # DDIM looks its numbers up on the host, and would wait for a timestep on a device
-            timestep, kwargs = self.steps.timesteps[number], kwargs | {"eta": self.eta}
+            has_noise = bool(self.steps.has_noise(torch.tensor(number)))
+            timestep, kwargs = self.steps.timesteps[number], kwargs | {"eta": self.eta * has_noise}
         result = stock(model_output, timestep, sample, *args, **kwargs)
         following = gaussian_sample(mean, std, self.generator) if is_flow else result[0]
         stored = following.to(sample.dtype).to(self.dtype or sample.dtype)  # autocast may have widened it

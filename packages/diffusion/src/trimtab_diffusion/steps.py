@@ -69,7 +69,7 @@ def ddim_gaussian(
     *,
     alpha: Tensor,
     alpha_next: Tensor,
-    eta: float,
+    eta: float | Tensor,
     prediction_type: str,
     clip: float | None = None,
     threshold: tuple[float, float] | None = None,
@@ -80,7 +80,7 @@ def ddim_gaussian(
         model_output, sample: [B, ...], any floating dtype.
         alpha, alpha_next: [B], the products of alphas (the paper's alpha_t, others' bar alpha_t) before and after the
             step.
-        eta: 0 is deterministic, 1 has the deviation of DDPM.
+        eta: 0 is deterministic, 1 has the deviation of DDPM. One number, or [B, 1, ...].
         prediction_type: what the model predicts: epsilon, sample or v_prediction.
         clip: clamps x_0 to [-clip, clip]; None: no clamp.
         threshold: instead of clip, quantile and largest value of dynamic thresholding (Saharia et al. 2022,
@@ -127,7 +127,7 @@ def dynamic_threshold(x0: Tensor, *, quantile: float, largest: float) -> Tensor:
 
 
 def flow_gaussian(
-    velocity: Tensor, sample: Tensor, *, sigma: Tensor, sigma_next: Tensor, sigma_second: float, eta: float
+    velocity: Tensor, sample: Tensor, *, sigma: Tensor, sigma_next: Tensor, sigma_second: float, eta: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns mean and standard deviation of a step of the SDE with a flow's marginals (Flow-GRPO, arXiv:2505.05470).
 
@@ -139,7 +139,7 @@ def flow_gaussian(
         velocity, sample: [B, ...], any floating dtype.
         sigma, sigma_next: [B].
         sigma_second: the schedule's second sigma.
-        eta: scale of the noise; 0 is deterministic.
+        eta: scale of the noise; 0 is deterministic. One number, or [B, 1, ...].
 
     Returns:
         Mean [B, ...] and standard deviation [B].
@@ -183,6 +183,7 @@ class Steps:
         timesteps: [T], those of the scheduler.
         before, after: [T], the products of alphas (DDIM) or the sigmas (flow) before and after each step.
         eta: scale of the noise.
+        window: the first step that has noise, and the first one after it that has none; None: all have.
         is_flow: whether the steps follow a flow rather than DDIM.
         prediction_type, clip, threshold: DDIM's settings, see `ddim_gaussian`.
     """
@@ -195,14 +196,16 @@ class Steps:
     prediction_type: str = "epsilon"
     clip: float | None = None
     threshold: tuple[float, float] | None = None
+    window: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, scheduler: Scheduler, eta: float) -> Steps:
+    def of(cls, scheduler: Scheduler, eta: float, window: tuple[int, int] | None = None) -> Steps:
         """Returns the steps of a scheduler after its `set_timesteps`.
 
         Args:
             scheduler: a DDIMScheduler or a FlowMatchEulerDiscreteScheduler.
             eta: scale of the noise, 0 to 1 for DDIM, 0 or more for a flow.
+            window: the steps from the first number to before the second have noise; None: all.
 
         Raises:
             ValueError: eta is out of range, the scheduler is of another kind, or its schedule divides by 0.
@@ -218,7 +221,7 @@ class Steps:
                     f"A flow of {len(timesteps)} steps came. Use 2 steps or more: the noise of the first one depends "
                     "on the second sigma."
                 )
-            return cls(timesteps, sigmas[:-1], sigmas[1:], eta, is_flow=True)
+            return cls(timesteps, sigmas[:-1], sigmas[1:], eta, is_flow=True, window=window)
         if type(scheduler).__name__ != "DDIMScheduler":
             raise ValueError(
                 f"{type(scheduler).__name__} has no log-probabilities. Use a DDIMScheduler or a "
@@ -236,8 +239,8 @@ class Steps:
                 "A schedule that begins with pure noise (rescale_betas_zero_snr) divides by 0 when the model predicts "
                 "epsilon. Use a v_prediction model, or rescale_betas_zero_snr=False."
             )
-        kind = config.prediction_type
-        return cls(timesteps, before, after, eta, is_flow=False, prediction_type=kind, clip=clip, threshold=threshold)
+        settings = {"prediction_type": config.prediction_type, "clip": clip, "threshold": threshold}
+        return cls(timesteps, before, after, eta, is_flow=False, **settings, window=window)
 
     @classmethod
     def of_training(cls, scheduler: Scheduler) -> Steps:
@@ -266,20 +269,28 @@ class Steps:
             Mean [B, ...] and standard deviation [B].
         """
         before, after = moved([self.before[index.cpu()], self.after[index.cpu()]], sample.device)  # one copy
+        eta = self._eta(index, sample)
         if self.is_flow:
             second = float(self.before[min(1, len(self) - 1)])
-            noise = {"sigma_second": second, "eta": self.eta}
-            return flow_gaussian(model_output, sample, sigma=before, sigma_next=after, **noise)
+            return flow_gaussian(model_output, sample, sigma=before, sigma_next=after, sigma_second=second, eta=eta)
         return ddim_gaussian(
             model_output,
             sample,
             alpha=before,
             alpha_next=after,
-            eta=self.eta,
+            eta=eta,
             prediction_type=self.prediction_type,
             clip=self.clip,
             threshold=self.threshold,
         )
+
+    def has_noise(self, index: Tensor) -> Tensor:
+        """Whether steps [B] are in the window."""
+        first, end = self.window or (0, len(self))
+        return (first <= index) & (index < end)
+
+    def _eta(self, index: Tensor, like: Tensor) -> float | Tensor:
+        return self.eta if self.window is None else along(self.eta * self.has_noise(index).to(like.dtype), like)
 
     def noised(self, x0: Tensor, noise: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the noised x0 from which steps begin, and what the denoiser should predict there.

@@ -45,6 +45,18 @@ def advantages_of(rewards: Tensor, prompts: Tensor, config: DDPOConfig) -> Tenso
     return group_whitened(rewards, torch.arange(len(rewards)) // size, correction=0)
 
 
+def window_of(config: DDPOConfig, epoch: int) -> tuple[int, int] | None:
+    """The steps of an epoch that are random and train: MixGRPO (Li et al. 2025, arXiv:2507.21802). None: all.
+
+    The window begins at the noise, moves towards the image, and begins again.
+    """
+    size = config.sample_window
+    if not size:
+        return None
+    first = epoch // config.sample_window_interval % (config.sample_num_steps - size + 1)
+    return first, first + size
+
+
 def update(
     advantages: Tensor,
     random_steps: Tensor,

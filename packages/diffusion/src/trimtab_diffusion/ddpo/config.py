@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trimtab_common.config import Count, NotNegative, Positive, Share, setting
+from trimtab_common.config import Count, CountFromZero, NotNegative, Positive, Share, setting
 from trimtab_diffusion.training import config as shared
 
 ESTIMATORS = ("is", "sf", "rwr", "rwr_sparse")
@@ -34,6 +34,10 @@ class DDPOConfig(shared.SamplingConfig):
     async_reward_computation: bool = setting("Compute rewards in threads during sampling.", default=False)
     max_workers: Count = setting("Threads of async_reward_computation.", default=2)
 
+    sample_window: CountFromZero = setting(
+        "Steps of a sample that are random and train, the others being deterministic (MixGRPO). 0: all.", default=0
+    )
+    sample_window_interval: Count = setting("Epochs after which this window moves on by a step.", default=25)
     estimator: str = setting("is: importance sampling; sf: score function; rwr, rwr_sparse: regression.", default="is")
     group_size: Count = setting("Samples per drawn prompt; above 1, advantages are relative to them.", default=1)
     rwr_beta: NotNegative = setting("rwr: inverse temperature of the weights; 0: equal weights.", default=0.2)
@@ -100,6 +104,11 @@ class DDPOConfig(shared.SamplingConfig):
             raise ValueError(
                 f"train_timestep_fraction={self.train_timestep_fraction} of sample_num_steps={self.sample_num_steps} "
                 f"is less than one step: nothing would train. Use at least {1 / self.sample_num_steps:.3g}."
+            )
+        if self.sample_window > self.sample_num_steps:
+            raise ValueError(
+                f"sample_window={self.sample_window} is more than sample_num_steps={self.sample_num_steps}. Use at "
+                "most that, or 0 for all steps."
             )
         if self.per_prompt_stat_tracking_min_count > self.per_prompt_stat_tracking_buffer_size:
             raise ValueError(

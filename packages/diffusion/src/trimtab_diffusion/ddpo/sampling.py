@@ -67,6 +67,7 @@ class Batches(Sequence[list[Any]]):
         drawn: prompts and their metadata.
         generator: draws the noise, on the pipeline's device.
         config: says how images are sampled.
+        window: the steps that have noise; None: all.
 
     Attributes:
         trajectories: one for each batch that was sampled.
@@ -76,6 +77,7 @@ class Batches(Sequence[list[Any]]):
     drawn: Sequence[tuple[str, Any]]
     generator: torch.Generator
     config: DDPOConfig
+    window: tuple[int, int] | None = None
     trajectories: list[Trajectories] = field(default_factory=list, init=False)
     _sampled: list[list[Any]] = field(default_factory=list, init=False)
 
@@ -97,6 +99,7 @@ class Batches(Sequence[list[Any]]):
         output = pipeline(
             prompt=list(prompts),
             eta=config.sample_eta,
+            window=self.window,
             generator=self.generator,
             output_type="pt",
             num_inference_steps=config.sample_num_steps,

@@ -26,7 +26,7 @@ from trimtab_diffusion.training.sampling import PromptFunction, RewardFunction, 
 from trimtab_diffusion.training.setup import reference_of
 from trimtab_diffusion.trajectories import Trajectories, noised_pairs, sampled_pairs
 
-from .algorithm import Losses, advantages_of, update
+from .algorithm import Losses, advantages_of, update, window_of
 from .config import HELD, WITHOUT_EFFECT, DDPOConfig
 from .loss import denoising_loss, score_function_loss
 from .sampling import Batches, Samples, schedule_of, score
@@ -122,7 +122,7 @@ class DDPOTrainer(PipelineTrainer):
         seed = sampling_seed(config.seed, rank=self.accelerator.process_index, draw=2 * epoch)
         drawn = draw_prompts(self.prompt_fn, config.samples_per_epoch, group_size=config.group_size, seed=seed)
         generator = self._generator(SAMPLE, epoch, self.accelerator.device)
-        batches = Batches(self.sd_pipeline, drawn, generator, config)
+        batches = Batches(self.sd_pipeline, drawn, generator, config, window_of(config, epoch))
         rewards, facts = self.compute_rewards(batches, is_async=config.async_reward_computation)
         scored = [
             [*batch, rewards_of(each, batch[1], "compute_rewards")[0], fact]
