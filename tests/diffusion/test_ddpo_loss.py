@@ -69,6 +69,16 @@ def test_group_advantages_are_against_the_group(tmp_path: Path):
     torch.testing.assert_close(advantages, torch.tensor([-1.0, 1, 0, 0, 1, -1, -1, 1]))
 
 
+def test_group_advantages_over_the_deviation_of_the_epoch(tmp_path: Path):
+    sizes = {"sample_batch_size": 3, "train_batch_size": 3, "train_gradient_accumulation_steps": 1}
+    ddpo = trainer(
+        str(tmp_path), group_size=2, sample_num_batches_per_epoch=2, scale_rewards="batch", **sizes
+    )  # the second group spans two sampling batches
+    advantages = ddpo.advantages(list("aabbcc"), torch.tensor([1.0, 3.0, 3.0, 3.0, 2.0, 6.0]))
+    std = (14 / 6) ** 0.5  # squared distances 4, 0, 0, 0, 1, 9 from the mean 3
+    torch.testing.assert_close(advantages, torch.tensor([-1.0, 1, 0, 0, -2, 2]) / std)
+
+
 def test_advantages_against_the_epoch_and_their_limit(tmp_path: Path):
     ddpo = trainer(str(tmp_path), train_adv_clip_max=1.5)
     rewards = torch.tensor([0.0] * 7 + [80.0])

@@ -40,6 +40,8 @@ def test_batch_scaling_divides_by_the_deviation_of_all_scores():
     scores, groups = torch.tensor([0.0, 2.0, 10.0, 12.0]), torch.tensor([0, 0, 1, 1])
     std = (104 / 3) ** 0.5  # squared distances 36, 16, 16, 36 from the mean 6
     torch.testing.assert_close(batch_scaled(scores, groups), torch.tensor([-1.0, 1.0, -1.0, 1.0]) / std)
+    population = batch_scaled(scores, groups, correction=0)
+    torch.testing.assert_close(population, torch.tensor([-1.0, 1.0, -1.0, 1.0]) / (104 / 4) ** 0.5)
     torch.testing.assert_close(batch_scaled(1e6 * scores, groups), batch_scaled(scores, groups))
 
 

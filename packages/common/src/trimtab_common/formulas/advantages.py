@@ -48,19 +48,21 @@ def group_whitened(scores: Tensor, groups: Tensor, *, correction: int = 1) -> Te
     return _over_deviation(centred, std[index], scores)
 
 
-def batch_scaled(scores: Tensor, groups: Tensor) -> Tensor:
+def batch_scaled(scores: Tensor, groups: Tensor, *, correction: int = 1) -> Tensor:
     """Score minus the mean of its group, over the deviation of all scores (Liu et al. 2025, arXiv:2508.08221).
 
-    The deviation is the sample's (n - 1), about the mean of all.
+    The deviation is about the mean of all.
 
     Args:
         scores: [B], as for `group_centred`.
         groups: [B].
+        correction: as for `group_whitened`.
 
     Returns:
         [B], float; 0 if all scores are equal.
     """
-    std = group_centred(scores, torch.zeros_like(groups)).square().sum().div(max(len(scores) - 1, 1)).sqrt()
+    squares = group_centred(scores, torch.zeros_like(groups)).square().sum()
+    std = squares.div(max(len(scores) - correction, 1)).sqrt()
     return _over_deviation(group_centred(scores, groups), std, scores)
 
 

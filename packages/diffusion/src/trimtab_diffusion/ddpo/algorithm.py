@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trimtab_common.formulas.advantages import group_whitened
+from trimtab_common.formulas.advantages import batch_scaled, group_whitened
 from trimtab_common.stats import Mean, Stats
 from trimtab_diffusion.training.optimizing import Updates
 from trimtab_diffusion.trajectories import Pairs
@@ -35,14 +35,15 @@ def advantages_of(rewards: Tensor, prompts: Tensor, config: DDPOConfig) -> Tenso
     Args:
         rewards: [B], float64.
         prompts: [B], int64, equal for equal prompts.
-        config: its estimator and group size.
+        config: its estimator, group size, and scale of rewards.
     """
     if config.estimator == "rwr":
         return rwr_weights(rewards, prompts, beta=config.rwr_beta)
     if config.estimator == "rwr_sparse":
         return sparse_weights(rewards, top=config.rwr_top)
     size = config.group_size if config.group_size > 1 else len(rewards)
-    return group_whitened(rewards, torch.arange(len(rewards)) // size, correction=0)
+    scaled = group_whitened if config.scale_rewards == "group" else batch_scaled
+    return scaled(rewards, torch.arange(len(rewards)) // size, correction=0)
 
 
 def window_of(config: DDPOConfig, epoch: int) -> tuple[int, int] | None:

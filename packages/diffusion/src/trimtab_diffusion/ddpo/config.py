@@ -6,6 +6,7 @@ from trimtab_common.config import Count, CountFromZero, NotNegative, Positive, S
 from trimtab_diffusion.training import config as shared
 
 ESTIMATORS = ("is", "sf", "rwr", "rwr_sparse")
+SCALES = ("group", "batch")
 STORAGE = (None, "float32", "float16", "bfloat16")
 WITHOUT_EFFECT = (*shared.WITHOUT_EFFECT, "max_workers", "async_reward_computation", "trajectory_on_cpu")
 """Settings that change no result."""
@@ -40,6 +41,10 @@ class DDPOConfig(shared.SamplingConfig):
     sample_window_interval: Count = setting("Epochs after which this window moves on by a step.", default=25)
     estimator: str = setting("is: importance sampling; sf: score function; rwr, rwr_sparse: regression.", default="is")
     group_size: Count = setting("Samples per drawn prompt; above 1, advantages are relative to them.", default=1)
+    scale_rewards: str = setting(
+        "Divide advantages by the deviation of the group, or of the whole epoch of all processes (batch).",
+        default="group",
+    )
     rwr_beta: NotNegative = setting("rwr: inverse temperature of the weights; 0: equal weights.", default=0.2)
     rwr_top: Share = setting("rwr_sparse: share of the samples, the best, that trains.", default=0.1)
     train_clip_range_nats: Positive | None = setting("Clip range in nats of a step's joint probability.", default=None)
@@ -81,7 +86,7 @@ class DDPOConfig(shared.SamplingConfig):
         return self.train_clip_range if self.train_clip_range_nats is None else self.train_clip_range_nats / dimensions
 
     def _check_choices(self) -> None:
-        choices = {"estimator": ESTIMATORS, "trajectory_dtype": STORAGE}
+        choices = {"estimator": ESTIMATORS, "scale_rewards": SCALES, "trajectory_dtype": STORAGE}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(str, known))}.")
@@ -95,10 +100,11 @@ class DDPOConfig(shared.SamplingConfig):
                 f"{self.train_gradient_accumulation_steps} = {self.samples_per_update}. Make that product one of "
                 f"{_divisors(self.samples_per_epoch)}."
             )
-        if self.sample_batch_size % self.group_size:
+        if self.samples_per_epoch % self.group_size:
             raise ValueError(
-                f"group_size={self.group_size} does not divide sample_batch_size={self.sample_batch_size}: a group "
-                f"would be cut. Use one of {_divisors(self.sample_batch_size)}, or another sample_batch_size."
+                f"group_size={self.group_size} does not divide sample_batch_size {self.sample_batch_size} x "
+                f"sample_num_batches_per_epoch {self.sample_num_batches_per_epoch} = {self.samples_per_epoch}: a group "
+                f"would be cut. Use one of {_divisors(self.samples_per_epoch)}, or other sizes."
             )
         if self.trained_steps < 1:
             raise ValueError(
@@ -130,6 +136,11 @@ class DDPOConfig(shared.SamplingConfig):
             )
         if self.group_size > 1 and self.per_prompt_stat_tracking:
             raise ValueError("group_size above 1 and per_prompt_stat_tracking are two measures of a reward: use one.")
+        if self.scale_rewards == "batch" and (self.per_prompt_stat_tracking or self.is_regression):
+            raise ValueError(
+                "scale_rewards='batch' scales advantages over groups or the epoch; per_prompt_stat_tracking and "
+                "reward-weighted regression have rules of their own. Set it to 'group'."
+            )
         if self.init_kl_coef and self.is_regression:
             raise ValueError(
                 "init_kl_coef penalises a policy's steps; reward-weighted regression has none. Set it to 0."
