@@ -24,6 +24,12 @@ def redness(images, prompts, metadata):
 def warmth(images, prompts, metadata):
     return images[:, 0].mean((1, 2)) - images[:, 2].mean((1, 2))
 
+def brightness(images, prompts, metadata):
+    return images.detach().mean((1, 2, 3))
+
+def broken(images, prompts, metadata):
+    return warmth(images, prompts, metadata) * float("nan")
+
 class Redness:
     def __call__(self, images, prompts, metadata):
         return redness(images, prompts, metadata)

@@ -150,8 +150,34 @@ def test_diffusion_dpo_learns_from_a_folder_of_pictures_with_captions(place, cap
     assert Path("runs/diffusion-dpo/pytorch_lora_weights.safetensors").exists()
     Image.new("RGB", (24, 16)).save("pictures/chosen2.png")
     with pytest.raises(SystemExit):
-        run("diffusion-dpo", *words, "--logdir=runs/again", capsys=capsys, model="pipeline")
+        run("diffusion-dpo", *words, "--output_dir=runs/again", capsys=capsys, model="pipeline")
     assert "The chosen picture of row 2 has 24 x 16 pixels" in capsys.readouterr().err
+    write_rows("pictures/metadata.jsonl", [{"prompt": "a cat", "chosen": "chosen0.png", "rejected": "rejected0.png"}])
+    with pytest.raises(SystemExit):
+        run("diffusion-dpo", *words, "--output_dir=runs/again", capsys=capsys, model="pipeline")
+    assert "and not ['chosen_file_name', 'rejected_file_name']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "reward", "message"),
+    [
+        ("align-prop", "brightness", "reward_function returned a Tensor without a gradient."),
+        ("align-prop", "broken", "What reward_function returned has nan for image 0"),
+        ("ddpo", "broken", "What reward_function returned has nan for image 0"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_ends_in_one_line(place, capsys, command, reward, message):
+    tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
+    Path("drawings.txt").write_text("a red cat\na blue dog\n")
+    sizes = {
+        "align-prop": ("--train_batch_size=2",),
+        "ddpo": ("--sample_batch_size=2", "--train_batch_size=2", "--sample_num_batches_per_epoch=1"),
+    }
+    words = ("--dataset=drawings.txt", f"--reward=rewards.py:{reward}", "--num_epochs=1", "--mixed_precision=no")
+    steps = ("--sample_num_steps=2", "--sample_guidance_scale=1")
+    error = error_of([command, "--model=pipeline", *words, *steps, *sizes[command]], capsys)
+    assert error.startswith(f"trimtab {command}: error: {message}")
+    assert not Path("runs", command, "pytorch_lora_weights.safetensors").exists()
 
 
 # --- settings ----------------------------------------------------------------------------------------------------

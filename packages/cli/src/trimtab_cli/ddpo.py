@@ -1,15 +1,17 @@
 """`trimtab ddpo`, `align-prop` and `diffusion-dpo`: a diffusion pipeline from rewards, or from pairs of pictures."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from datasets import Dataset
 from diffusers.utils.logging import disable_progress_bar
 
 from trimtab_common.config import CountFromZero, setting
-from trimtab_common.sealing import CheckpointError
 from trimtab_common.seeding import set_seed
 from trimtab_diffusion import (
     AlignPropConfig,
@@ -25,7 +27,7 @@ from trimtab_diffusion.training.base import PipelineTrainer
 from trimtab_diffusion.training.sampling import RewardFunction
 from trimtab_lm.data.prompts import open_dataset
 
-from .subcommands import errors_in_one_line, named, refuse_missing_path, settings, tracker
+from .subcommands import DURING_TRAINING, errors_in_one_line, named, refuse_missing_path, settings, tracker
 
 ABOUT = """Learning from rewards of images. The dataset has a column `prompt` (or `text`, such as the lines of a .txt
 file); the reward function gets the others as metadata: reward(images, prompts, metadata) -> one number per image.
@@ -54,6 +56,7 @@ class PairArguments:
     dataset: str = setting("Hub id, folder of pictures, or file (.parquet) of the pairs.")
     split: str = setting("Split of the dataset, or a part of it.", default="train")
     lora_rank: CountFromZero = setting("Train LoRA adapters of this rank. 0: all weights of the denoiser.", default=4)
+    output_dir: str = setting("Folder of the model, of checkpoints and of the tracker's files.", default="runs")
 
     def __post_init__(self) -> None:
         refuse_missing_path(self.model)
@@ -69,6 +72,7 @@ class RewardArguments:
     split: str = setting("Split of the dataset, or a part of it.", default="train")
     reward: str = setting("file.py:function or module:function that scores images, or a class of such functions.")
     lora_rank: CountFromZero = setting("Train LoRA adapters of this rank. 0: all weights of the denoiser.", default=4)
+    output_dir: str = setting("Folder of the model, of checkpoints and of the tracker's files.", default="runs")
 
     def __post_init__(self) -> None:
         refuse_missing_path(self.model)
@@ -132,9 +136,27 @@ def diffusion_dpo(argv: Sequence[str]) -> int:
         argv,
         PairArguments,
         DiffusionDPOConfig,
-        lambda run, config: DiffusionDPOTrainer(config, pipeline_of(run), open_dataset(run.dataset, run.split)),
+        lambda run, config: DiffusionDPOTrainer(config, pipeline_of(run), pairs_of(run.dataset, run.split)),
         ABOUT_PAIRS,
     )
+
+
+def pairs_of(dataset: str, split: str) -> Dataset:
+    """The rows of pairs of pictures.
+
+    Raises:
+        ValueError: a folder's metadata.jsonl does not name the pictures.
+    """
+    metadata = Path(dataset, "metadata.jsonl")
+    if metadata.is_file():
+        with metadata.open(encoding="utf-8") as lines:
+            columns = list(json.loads(next(lines, "{}")))
+        if missing := {"prompt", "chosen_file_name", "rejected_file_name"}.difference(columns):
+            raise ValueError(
+                f"{metadata} has {columns}, and not {sorted(missing)}. Each line needs a caption and the names of two "
+                'files beside it: {"prompt": "a cat", "chosen_file_name": "1.png", "rejected_file_name": "2.png"}.'
+            )
+    return open_dataset(dataset, split)
 
 
 def pipeline_of(run: RewardArguments | PairArguments) -> DefaultDDPOStableDiffusionPipeline:
@@ -146,21 +168,22 @@ def _train(
     name: str, argv: Sequence[str], arguments: Any, config_kind: Any, build: Callable[..., PipelineTrainer], about: str
 ) -> int:
     """Trains what `build(run, config)` returns, and saves it."""
-    recipe = {"logdir": f"runs/{name}", "exp_name": name, "tracker_project_name": "trimtab", "log_with": tracker()}
+    recipe = {"output_dir": f"runs/{name}", "exp_name": name, "tracker_project_name": "trimtab", "log_with": tracker()}
     if not torch.accelerator.is_available():
         recipe["mixed_precision"] = "no"  # half precision is for accelerators
-    run, config = settings(name, argv, arguments, config_kind, about=about, recipe=recipe)
+    run, config = settings(name, argv, arguments, config_kind, about=about, recipe=recipe, without=["logdir"])
+    config.logdir = run.output_dir
     disable_progress_bar()
     with errors_in_one_line(name):
         set_seed(config.seed)
         trainer = build(run, config)
     trainer.sd_pipeline.set_progress_bar_config(disable=True)
-    with errors_in_one_line(name, (CheckpointError,)):
+    with errors_in_one_line(name, DURING_TRAINING):
         trainer.train()
-    trainer.save_pretrained(config.logdir)
+    trainer.save_pretrained(run.output_dir)
     if trainer.accelerator.is_main_process:
         how = "pipeline.load_lora_weights" if run.lora_rank else "DiffusionPipeline.from_pretrained"
-        print(f'The model is in {config.logdir}. Load it: {how}("{config.logdir}")')
+        print(f'The model is in {run.output_dir}. Load it: {how}("{run.output_dir}")')
     return 0
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from trimtab_common.config import Count, setting
-from trimtab_common.sealing import CheckpointError
 from trimtab_common.seeding import sampling_seed, set_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm import IterativeSFTConfig, IterativeSFTTrainer
@@ -20,6 +19,7 @@ from trimtab_lm.sampling.generate import response_texts
 from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 
 from .subcommands import (
+    DURING_TRAINING,
     RewardsConfig,
     RunConfig,
     chat_with,
@@ -63,7 +63,7 @@ def iterative_sft(argv: Sequence[str]) -> int:
             is_encoder_decoder=trainer.is_encoder_decoder,
             needed_for=name,
         )
-    with errors_in_one_line(name, (CheckpointError,)):
+    with errors_in_one_line(name, DURING_TRAINING):
         if checkpoint := checkpoint_of(run, args):
             trainer.train(checkpoint)
     limit = SamplingSettings(max_completion_length=raft.max_new_tokens)

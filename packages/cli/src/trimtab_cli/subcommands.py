@@ -21,11 +21,14 @@ from transformers import AutoConfig, BitsAndBytesConfig, Trainer, TrainingArgume
 from transformers.utils import is_bitsandbytes_available
 
 from trimtab_common.config import Count, CountFromZero, Positive, parse_config, setting
+from trimtab_common.reward_checks import RewardError
 from trimtab_common.run_record import folder_of_trial
-from trimtab_common.sealing import latest_checkpoint
+from trimtab_common.sealing import CheckpointError, latest_checkpoint
 from trimtab_lm.data.prompts import open_dataset
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+DURING_TRAINING = (CheckpointError, RewardError)
+"""Errors of a training that the user can correct."""
 
 
 @dataclass(kw_only=True)
@@ -157,11 +160,11 @@ def settings(
     configs = parse_config(
         *kinds, argv=argv, description=about, recipe=recipe, program=f"trimtab {name}", without=without
     )
-    config, setting_of_folder = configs[-1], "logdir" if "logdir" in recipe else "output_dir"
+    config = next(each for each in configs if hasattr(each, "output_dir"))
     with errors_in_one_line(name):
-        if (folder := getattr(config, setting_of_folder)) is None:
-            raise ValueError(f"{setting_of_folder}=None: name the folder that the run writes into.")
-    setattr(config, setting_of_folder, str(folder_of_trial(folder)))
+        if config.output_dir is None:
+            raise ValueError("output_dir=None: name the folder that the run writes into.")
+    config.output_dir = str(folder_of_trial(config.output_dir))
     return configs
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from transformers import AutoTokenizer, Trainer
 
-from trimtab_common.sealing import CheckpointError
 from trimtab_common.seeding import set_seed
 from trimtab_lm import (
     AutoModelForCausalLMWithValueHead,
@@ -22,6 +21,7 @@ from trimtab_lm import (
 )
 
 from .subcommands import (
+    DURING_TRAINING,
     CompletionsConfig,
     EvaluationConfig,
     RewardsConfig,
@@ -93,7 +93,7 @@ def train(
         data = {"train_dataset": run.rows(), "eval_dataset": held_out}
         functions = [each.functions() for each in rewards]
         trainer = kind(run.model, *functions, args=args, **data, peft_config=run.adapters(task))
-    with errors_in_one_line(name, (CheckpointError,)):
+    with errors_in_one_line(name, DURING_TRAINING):
         trainer.train(checkpoint_of(run, args))
     if held_out is not None:
         trainer.evaluate()
@@ -144,7 +144,7 @@ def ppo(argv: Sequence[str]) -> int:
             print(f"step {step} of {config.steps}: reward {score:.4g}, KL {kl:.3g} nats", flush=True)
 
     sampling = {"max_new_tokens": completions.max_new_tokens}
-    with errors_in_one_line("ppo", (CheckpointError,)):
+    with errors_in_one_line("ppo", DURING_TRAINING):
         trainer.train(scorers, generation_kwargs=sampling, resume_from=run.resume_from, on_step=report)
     trainer.save_pretrained(config.output_dir)
     if is_main:

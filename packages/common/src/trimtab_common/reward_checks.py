@@ -14,6 +14,13 @@ LARGEST = float(torch.finfo(torch.float32).max)
 """The largest score: float32 holds nothing above it."""
 
 
+class RewardError(ValueError, TypeError):
+    """What a reward function returned cannot be used.
+
+    It is a TypeError too: its kind may be wrong, or its numbers.
+    """
+
+
 def checked_scores(result: object, items: Sequence[str], *, source: str, may_abstain: bool = False) -> list[float]:
     """Scores as numbers, one for each item.
 
@@ -28,27 +35,27 @@ def checked_scores(result: object, items: Sequence[str], *, source: str, may_abs
         B finite numbers, NaN where an entry is None.
 
     Raises:
-        TypeError: the result is nothing of this kind, or an entry is no number.
-        ValueError: there is not one entry per item, or an entry is not finite in float32.
+        RewardError: the result is nothing of this kind, there is not one entry per item, or an entry is not a number
+            that is finite in float32.
     """
     needed = f"a list of {len(items)} numbers is needed, one per item{', None where it does not apply' * may_abstain}"
     if isinstance(result, Iterator | range):
         result = list(islice(result, len(items) + 1))
     if isinstance(result, Tensor) and result.is_meta:
-        raise TypeError(f"{source} is a tensor on the device 'meta', which holds no numbers. Compute it on the CPU.")
+        raise RewardError(f"{source} is a tensor on the device 'meta', which holds no numbers. Compute it on the CPU.")
     if isinstance(result, Tensor | np.ndarray):
         if len(result.shape) == 0 or math.prod(result.shape[1:]) != 1:
-            raise ValueError(
+            raise RewardError(
                 f"{source} is {_kind(result)}: {needed}. Use a tensor or array of the shape [{len(items)}]."
             )
         result = result.reshape(-1).tolist()
     if not isinstance(result, list | tuple):
-        raise TypeError(
+        raise RewardError(
             f"{source} is {_kind(result)}: {needed}. Use a list, a tuple, or a tensor or array [{len(items)}]; of a "
             "dict list(scores.values())."
         )
     if len(result) != len(items):
-        raise ValueError(
+        raise RewardError(
             f"{source} has {len(result)} scores for {len(items)} items: {needed}. Score each item, in their order."
         )
     values, broken = list[float](), list[str]()
@@ -61,7 +68,7 @@ def checked_scores(result: object, items: Sequence[str], *, source: str, may_abs
             broken.append(f"{values[-1]} for {item}")
     if broken:
         more = f" and {len(broken) - 4} more" if len(broken) > 4 else ""
-        raise ValueError(
+        raise RewardError(
             f"{source} has {', '.join(broken[:4])}{more}: a score must be a finite number of float32. Nothing was "
             "trained on them; fix the reward."
         )
@@ -82,7 +89,7 @@ def _number(value: object, source: str, item: str, needed: str) -> float:
     if isinstance(value, Tensor | np.generic | np.ndarray) and math.prod(value.shape) == 1:
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise TypeError(
+        raise RewardError(
             f"{source} has {_kind(came)} for {item}: {needed}. Convert it with float(), or take the one number that is "
             "the score."
         )

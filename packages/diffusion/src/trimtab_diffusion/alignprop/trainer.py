@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trimtab_common.conditions import Vitals
 from trimtab_common.health import check_rows
+from trimtab_common.reward_checks import RewardError
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_stats, merge_stats
 from trimtab_common.time_limit import reward_limit
@@ -139,8 +140,7 @@ class AlignPropTrainer(PipelineTrainer):
             prompt_image_pairs: images, prompts and prompt_metadata, as `draw` returns them.
 
         Raises:
-            ValueError: the reward function returns no tensor with a gradient.
-            TypeError, ValueError: there is not one finite number per image.
+            RewardError: the reward function returns no tensor with a gradient, or not one finite number per image.
         """
         with reward_limit(self.config.reward_timeout):
             result = self.reward_fn(*(prompt_image_pairs[name] for name in ("images", "prompts", "prompt_metadata")))
@@ -148,7 +148,7 @@ class AlignPropTrainer(PipelineTrainer):
         rewards = result[0] if isinstance(result, tuple) else result
         if not (isinstance(rewards, Tensor) and rewards.requires_grad):
             kind = f"a {type(rewards).__name__}" + " without a gradient" * isinstance(rewards, Tensor)
-            raise ValueError(
+            raise RewardError(
                 f"reward_function returned {kind}. AlignProp needs a tensor that depends differentiably on the images: "
                 "compute it from them in torch, without no_grad, detach or numpy. For other rewards use DDPOTrainer."
             )

@@ -56,7 +56,7 @@ def rewards_of(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, 
         Rewards [b] as float32 on the CPU, and their metadata; {} where there is none.
 
     Raises:
-        TypeError, ValueError: there is not one finite number per image.
+        RewardError: there is not one finite number per image.
     """
     rewards, metadata = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     items = [f"image {i} of a batch, prompt {prompt!r}" for i, prompt in enumerate(prompts)]
