@@ -50,6 +50,7 @@ def from_recipe(recipe: Path, *kinds: type, argv: Sequence[str] | None = None, *
         An instance of each class. W&B shows the run under `run_name`, in the group of the recipe's folder, as a job of
         the recipe's kind (train, sft, reward).
     """
+    transformers.utils.logging.disable_progress_bar()  # the models of experiments load in a second
     values = read_settings(recipe)
     values |= {name: str(folder_of_trial(str(values[name]))) for name in ("output_dir", "logdir") if name in values}
     configs = parse_config(*kinds, argv=argv, recipe=values | changes)

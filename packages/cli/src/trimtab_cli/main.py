@@ -8,6 +8,8 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import NamedTuple, cast
 
+from trimtab_common.compat.noise import silence_known
+
 
 class Command(NamedTuple):
     """A subcommand.
@@ -70,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trimtab: error: {name!r} is no subcommand. {advice}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
+    silence_known()
     if remedy := remedy_of(name):
         print(f"trimtab: error: {name} needs a package that is missing: {remedy}", file=sys.stderr)
         return 2

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
+from trimtab_common.compat.noise import expecting_new_head
 from trimtab_common.overrides import replaced
 from trimtab_lm.hf.adapter import (
     REAL_ROWS,
@@ -93,7 +94,9 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
-        scorer = load_language_model(model, args.model_init_kwargs, AutoModelForSequenceClassification, num_labels=1)
+        with expecting_new_head():
+            kind = AutoModelForSequenceClassification
+            scorer = load_language_model(model, args.model_init_kwargs, kind, num_labels=1)
         super().__init__(scorer, args, processing_class, model_init, peft_config, data=data, **hooks)
         if data_collator is None and self.scores_in_forward:
             self.data_collator = PairCollator(self.tokenizer.pad_token_id, **layout_of(self))
