@@ -13,6 +13,7 @@ from tests.lm import tiny
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from trimtab_cli.main import main
+from trimtab_diffusion import DDPOTrainer
 from trimtab_lm import AutoModelForCausalLMWithValueHead
 
 BATCH = ("--per_device_train_batch_size=2", "--max_steps=2", "--save_strategy=no", "--learning_rate=0.01")
@@ -120,6 +121,19 @@ def test_ddpo_trains_a_pipeline_on_the_prompts_of_a_file(reward, place, capsys):
     assert first.startswith("after 0 updates: mean reward ")
     assert last == 'The model is in runs/ddpo. Load it: pipeline.load_lora_weights("runs/ddpo")'
     assert Path("runs/ddpo/pytorch_lora_weights.safetensors").exists()
+
+
+def test_ddpo_evaluates_on_the_prompts_of_another_file(place, capsys, monkeypatch):
+    tiny_diffusion.stable_diffusion_3().save_pretrained("pipeline")
+    for name, words in {"drawings": ("red",), "held-out": ("green", "blue")}.items():
+        write_rows(f"{name}.jsonl", [{"prompt": f"a {word}", "hue": "warm"} for word in words])
+    sizes = ("--sample_num_steps=2", "--sample_batch_size=2", "--train_batch_size=2", "--sample_guidance_scale=1")
+    words = ("--dataset=drawings.jsonl", "--reward=rewards.py:redness", "--num_epochs=1", "--mixed_precision=no")
+    evaluation = ("--eval_dataset=held-out.jsonl", "--eval_freq=1", "--eval_num_steps=4")
+    evaluated, evaluate = [], DDPOTrainer.evaluate
+    monkeypatch.setattr(DDPOTrainer, "evaluate", lambda self: evaluated.append(self.eval_prompts) or evaluate(self))
+    run("ddpo", *words, *sizes, *evaluation, capsys=capsys, model="pipeline")
+    assert evaluated == [[("a green", {"hue": "warm"}), ("a blue", {"hue": "warm"})]]
 
 
 def test_align_prop_follows_the_gradient_of_a_reward(place, capsys):

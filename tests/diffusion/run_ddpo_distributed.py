@@ -44,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
         "target": 1,
         "horizon": 20,
         "train_num_inner_epochs": 2,
+        "eval_freq": 2,
+        "eval_num_steps": 4,
     },
 }
 
@@ -85,7 +87,7 @@ def trainer(
     folder: str, pipeline: Any = None, reward: Any = brightness, *, use_lora: bool = False, **settings: Any
 ) -> DDPOTrainer:
     """Returns a trainer, of a tiny Stable Diffusion by default; `settings` go to the config or to the trainer."""
-    names = ("image_samples_hook", "other_rewards", "prompt_function", "kind")
+    names = ("image_samples_hook", "other_rewards", "prompt_function", "kind", "eval_prompts")
     arguments = {name: settings.pop(name) for name in names if name in settings}
     base = KINDS[arguments.pop("kind", "sd")]() if pipeline is None else pipeline
     prompts = arguments.pop("prompt_function", None) or Turns()
@@ -150,7 +152,12 @@ def run(name: str, *, processes: int = 1) -> dict[str, Any]:
             train_max_grad_norm=0.5,
             **CASES[name],
         )
-        ddpo = SameSamples(settings, brightness, Turns(), tiny.stable_diffusion(dtype=torch.float64), other_rewards={})
+        pipeline, others = (
+            tiny.stable_diffusion(dtype=torch.float64),
+            {"red": lambda images, *_: images[:, 0].mean((1, 2))},
+        )
+        prompts = [(prompt, {}) for prompt in PROMPTS]
+        ddpo = SameSamples(settings, brightness, Turns(), pipeline, other_rewards=others, eval_prompts=prompts)
         advantages_of_epochs: list[Tensor] = []
         usual = ddpo.advantages
 

@@ -150,7 +150,7 @@ def ppo(folder: Path) -> set[str]:
 
 def ddpo(folder: Path) -> set[str]:
     names: set[str] = set()
-    for options in ({"init_kl_coef": 0.1}, {"estimator": "rwr"}):
+    for options in ({"init_kl_coef": 0.1, "eval_freq": 1}, {"estimator": "rwr"}):
         config = DDPOConfig(
             num_epochs=1,
             sample_num_steps=2,
@@ -162,7 +162,11 @@ def ddpo(folder: Path) -> set[str]:
             **options,
         )
         trainer = DDPOTrainer(
-            config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), tiny_diffusion.stable_diffusion()
+            config,
+            lambda images, *_: images.mean((1, 2, 3)),
+            lambda: ("a cat", {}),
+            tiny_diffusion.stable_diffusion(),
+            eval_prompts=[("a dog", {})],
         )
         log = trainer.tracker.log
         trainer.tracker.log = lambda stats, step, log=log: (names.update(stats), log(stats, step))

@@ -22,7 +22,7 @@ from trimtab_diffusion import (
     DiffusionDPOConfig,
     DiffusionDPOTrainer,
 )
-from trimtab_diffusion.prompts import Prompts
+from trimtab_diffusion.prompts import Metadata, Prompts
 from trimtab_diffusion.training.base import PipelineTrainer
 from trimtab_diffusion.training.sampling import RewardFunction
 from trimtab_lm.data.prompts import open_dataset
@@ -79,20 +79,8 @@ class RewardArguments:
         refuse_missing_path(self.dataset)
 
     def prompts(self) -> Prompts:
-        """The rows of the dataset as a prompt function.
-
-        Raises:
-            ValueError: the dataset has no column of prompts.
-        """
-        rows = open_dataset(self.dataset, self.split)
-        column = next((name for name in COLUMNS if name in rows.column_names), None)
-        if column is None:
-            raise ValueError(
-                f"The dataset has the columns {rows.column_names}, and none of prompt and text. Rename the column with "
-                "the prompts to 'prompt'."
-            )
-        metadata = rows.remove_columns(column) if len(rows.column_names) > 1 else [{}] * len(rows)
-        return Prompts(tuple(rows[column]), tuple(metadata))
+        """The rows of the dataset as a prompt function."""
+        return prompts_of(self.dataset, self.split)
 
     def function(self) -> RewardFunction:
         """The reward function; a class is called without arguments to make one.
@@ -105,14 +93,53 @@ class RewardArguments:
         return function() if isinstance(function, type) else function
 
 
+@dataclass(kw_only=True)
+class DDPOArguments(RewardArguments):
+    """The pipeline that trains, its prompts, those of evaluations, and its reward."""
+
+    eval_dataset: str | None = setting("Prompts of evaluations (eval_freq), as for dataset.", default=None)
+    eval_split: str = setting("Split of eval_dataset, or a part of it.", default="train")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eval_dataset is not None:
+            refuse_missing_path(self.eval_dataset)
+
+    def eval_prompts(self) -> list[tuple[str, Metadata]]:
+        """The rows of `eval_dataset`; none without it."""
+        if self.eval_dataset is None:
+            return []
+        rows = prompts_of(self.eval_dataset, self.eval_split)
+        return [*zip(rows.prompts, rows.metadata, strict=True)]
+
+
+def prompts_of(dataset: str, split: str) -> Prompts:
+    """The rows of a dataset as a prompt function.
+
+    Raises:
+        ValueError: the dataset has no column of prompts.
+    """
+    rows = open_dataset(dataset, split)
+    column = next((name for name in COLUMNS if name in rows.column_names), None)
+    if column is None:
+        raise ValueError(
+            f"The dataset has the columns {rows.column_names}, and none of prompt and text. Rename the column with the "
+            "prompts to 'prompt'."
+        )
+    metadata = rows.remove_columns(column) if len(rows.column_names) > 1 else [{}] * len(rows)
+    return Prompts(tuple(rows[column]), tuple(metadata))
+
+
 def ddpo(argv: Sequence[str]) -> int:
     """Train a diffusion pipeline from rewards."""
     return _train(
         "ddpo",
         argv,
-        RewardArguments,
+        DDPOArguments,
         DDPOConfig,
-        lambda run, config: DDPOTrainer(config, run.function(), run.prompts(), pipeline_of(run), report),
+        lambda run, config: DDPOTrainer(
+            config, run.function(), run.prompts(), pipeline_of(run), report, eval_prompts=run.eval_prompts()
+        ),
         ABOUT,
     )
 

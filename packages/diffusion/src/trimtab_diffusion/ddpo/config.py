@@ -8,7 +8,7 @@ from trimtab_diffusion.training import config as shared
 ESTIMATORS = ("is", "sf", "rwr", "rwr_sparse")
 SCALES = ("group", "batch")
 STORAGE = (None, "float32", "float16", "bfloat16")
-WITHOUT_EFFECT = (*shared.WITHOUT_EFFECT, "max_workers", "async_reward_computation", "trajectory_on_cpu")
+WITHOUT_EFFECT = (*shared.WITHOUT_EFFECT, "max_workers", "async_reward_computation", "trajectory_on_cpu", "eval_*")
 """Settings that change no result."""
 HELD = (*shared.HELD, "init_kl_coef")
 """Settings whose values the optimizer and the KL controller bring along from a checkpoint."""
@@ -39,6 +39,10 @@ class DDPOConfig(shared.SamplingConfig):
         "Steps of a sample that are random and train, the others being deterministic (MixGRPO). 0: all.", default=0
     )
     sample_window_interval: Count = setting("Epochs after which this window moves on by a step.", default=25)
+    eval_freq: CountFromZero = setting(
+        "`train` evaluates every so many epochs, on `eval_prompts`. 0: never.", default=0
+    )
+    eval_num_steps: Count | None = setting("Steps of an evaluation's samples. None: sample_num_steps.", default=None)
     estimator: str = setting("is: importance sampling; sf: score function; rwr, rwr_sparse: regression.", default="is")
     group_size: Count = setting("Samples per drawn prompt; above 1, advantages are relative to them.", default=1)
     scale_rewards: str = setting(

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +16,7 @@ from trimtab_common.time_limit import reward_limit
 from trimtab_diffusion.compat.trees import tree_leaves
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.steps import Steps
-from trimtab_diffusion.training.sampling import RewardFunction, rewards_of
+from trimtab_diffusion.training.sampling import RewardFunction, checked_prompt, rewards_of
 from trimtab_diffusion.trajectories import TEXT, Schedule, Trajectories
 
 from .config import DDPOConfig
@@ -93,9 +93,6 @@ class Batches(Sequence[list[Any]]):
     def _sample(self, start: int) -> None:
         config, pipeline = self.config, self.pipeline
         prompts, metadata = zip(*self.drawn[start : start + config.sample_batch_size], strict=True)
-        guidance: dict[str, Any] = {pipeline.guidance_argument: config.sample_guidance_scale}
-        if config.is_guided:
-            guidance["negative_prompt"] = [config.negative_prompts or ""] * len(prompts)
         output = pipeline(
             prompt=list(prompts),
             eta=config.sample_eta,
@@ -105,12 +102,65 @@ class Batches(Sequence[list[Any]]):
             num_inference_steps=config.sample_num_steps,
             storage_dtype=getattr(torch, config.trajectory_dtype) if config.trajectory_dtype else None,
             storage_device="cpu" if config.trajectory_on_cpu else None,
-            **guidance,
+            **guidance_of(pipeline, config, len(prompts)),
         )
         images = output.images.float()
         check_rows({"the pixels": images}, what="image")
         self.trajectories.append(output.trajectories)
         self._sampled.append([images, prompts, metadata])
+
+
+def guidance_of(pipeline: DDPOStableDiffusionPipeline, config: DDPOConfig, count: int) -> dict[str, Any]:
+    """The arguments by which a call of the pipeline on `count` prompts is guided."""
+    scale = {pipeline.guidance_argument: config.sample_guidance_scale}
+    return scale | ({"negative_prompt": [config.negative_prompts or ""] * count} if config.is_guided else {})
+
+
+def checked_prompts(prompts: Sequence[tuple[str, Any]], config: DDPOConfig, processes: int) -> list[tuple[str, Any]]:
+    """The prompts of evaluations with their metadata.
+
+    Raises:
+        TypeError, ValueError: one is no such pair, there is none although `config.eval_freq` asks for evaluations, or
+            they do not divide into equal shares for the processes.
+    """
+    if config.eval_freq and not prompts:
+        raise ValueError(
+            f"eval_freq={config.eval_freq} needs prompts: pass eval_prompts=[(prompt, metadata), ...], or set it to 0."
+        )
+    if len(prompts) % processes:
+        raise ValueError(
+            f"{len(prompts)} eval_prompts came for {processes} processes, which call the denoiser equally often. Pass "
+            f"a multiple of {processes}."
+        )
+    return [checked_prompt(prompt, "eval_prompts holds") for prompt in prompts]
+
+
+def without_noise(
+    pipeline: DDPOStableDiffusionPipeline,
+    drawn: Sequence[tuple[str, Any]],
+    generators: Sequence[torch.Generator],
+    config: DDPOConfig,
+) -> Iterator[list[Any]]:
+    """Yields batches [images, prompts, metadata] that the pipeline's own steps sample, `config.eval_num_steps` of them.
+
+    Args:
+        pipeline: samples `config.sample_batch_size` images or videos at a time.
+        drawn: prompts and their metadata.
+        generators: one per prompt, draws the noise from which its image starts.
+        config: says how images are sampled.
+    """
+    for start in range(0, len(drawn), config.sample_batch_size):
+        part = slice(start, start + config.sample_batch_size)
+        prompts, metadata = zip(*drawn[part], strict=True)
+        arguments = pipeline.call_kwargs | guidance_of(pipeline, config, len(prompts))
+        output = pipeline.sd_pipeline(
+            prompt=list(prompts),
+            generator=list(generators[part]),
+            output_type="pt",
+            num_inference_steps=config.eval_num_steps or config.sample_num_steps,
+            **arguments,
+        )
+        yield [output[0].float(), prompts, metadata]  # .images, or .frames
 
 
 def score(

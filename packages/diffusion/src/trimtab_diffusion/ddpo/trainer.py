@@ -19,7 +19,7 @@ from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 from trimtab_diffusion.rewards import jpeg_incompressibility, mean_over_frames
 from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
-from trimtab_diffusion.training.base import SAMPLE, TRAIN, PipelineTrainer
+from trimtab_diffusion.training.base import EVALUATION, SAMPLE, TRAIN, PipelineTrainer
 from trimtab_diffusion.training.hook import HookTracker
 from trimtab_diffusion.training.optimizing import Updates
 from trimtab_diffusion.training.sampling import PromptFunction, RewardFunction, captioned, draw_prompts, rewards_of
@@ -29,7 +29,7 @@ from trimtab_diffusion.trajectories import Trajectories, noised_pairs, sampled_p
 from .algorithm import Losses, advantages_of, update, window_of
 from .config import HELD, WITHOUT_EFFECT, DDPOConfig
 from .loss import denoising_loss, score_function_loss
-from .sampling import Batches, Samples, schedule_of, score
+from .sampling import Batches, Samples, checked_prompts, schedule_of, score, without_noise
 from .selfcheck import check_first
 
 
@@ -46,6 +46,7 @@ class DDPOTrainer(PipelineTrainer):
         image_samples_hook: called after each epoch's sampling with its batches [images, prompts, metadata, rewards,
             reward metadata], the global step, and a tracker with `log_images` and `log`.
         other_rewards: rewards by name that are logged, not trained on; by default the images' size in kB as JPEG.
+        eval_prompts: prompts and their metadata, for `evaluate`; their number is a multiple of the processes'.
     """
 
     paper, title = "Black et al. 2023, arXiv:2305.13301", "TRL DDPO Model"
@@ -60,8 +61,10 @@ class DDPOTrainer(PipelineTrainer):
         image_samples_hook: Callable[[list[list[Any]], int, HookTracker], object] | None = None,
         *,
         other_rewards: Mapping[str, RewardFunction] | None = None,
+        eval_prompts: Sequence[tuple[str, Any]] = (),
     ) -> None:
         super().__init__(config, sd_pipeline)
+        self.eval_prompts = checked_prompts(eval_prompts, config, self.accelerator.num_processes)
         self.reward_fn, self.image_samples_callback = reward_function, image_samples_hook
         default = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)}
         self.other_rewards = default if other_rewards is None else other_rewards
@@ -110,9 +113,12 @@ class DDPOTrainer(PipelineTrainer):
             generators=[self._generator(TRAIN, epoch * passes + i) for i in range(passes)],
             config=self.config,
         )
+        trained = time.perf_counter()
         self.first_epoch, self.global_step = epoch + 1, updates.done
-        times = {"time/sampling": sampled - started, "time/training": time.perf_counter() - sampled}
-        self._log(epoch, samples, advantages, [checks | times, *stats])
+        is_evaluated = self.config.eval_freq and (epoch + 1) % self.config.eval_freq == 0
+        evaluation = self.evaluate() if is_evaluated else {}
+        times = {"time/sampling": sampled - started, "time/training": trained - sampled}
+        self._log(epoch, samples, advantages, [checks | times | evaluation, *stats])
         self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= self.config.num_epochs)
         return self.global_step
 
@@ -136,6 +142,27 @@ class DDPOTrainer(PipelineTrainer):
         _, prompts, _, all_rewards, _ = zip(*scored, strict=True)
         path = Trajectories.joined(batches.trajectories)
         return Samples(path, [*chain(*prompts)], torch.cat(all_rewards), others, scored)
+
+    def evaluate(self) -> dict[str, float]:
+        """Samples `eval_prompts` without noise in `config.eval_num_steps` steps, and scores the images. Collective.
+
+        Each prompt's image starts from the same noise at every evaluation, in any number of processes.
+
+        Returns:
+            `eval/reward_mean`, and `eval/<reward>` for each of `other_rewards`.
+
+        Raises:
+            ValueError: there are no `eval_prompts`.
+        """
+        if not self.eval_prompts:
+            raise ValueError("evaluate() needs prompts: pass eval_prompts=[(prompt, metadata), ...] to the trainer.")
+        config, here = self.config, slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        seeds = [sampling_seed(config.seed, rank=i, draw=EVALUATION) for i in range(len(self.eval_prompts))]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds[here]]
+        batches = [*without_noise(self.sd_pipeline, self.eval_prompts[here], generators, config)]
+        rewards = {"reward_mean": self.reward_fn, **self.other_rewards}
+        scored = {name: score(each, batches, name, timeout=config.reward_timeout)[0] for name, each in rewards.items()}
+        return gather_stats({f"eval/{name}": Mean.of(torch.cat(values)) for name, values in scored.items()})
 
     def compute_rewards(
         self, prompt_image_pairs: Iterable[Sequence[Any]], is_async: bool = False

@@ -27,6 +27,7 @@ from .optimizing import optimizer_of, warmup
 from .sampling import PromptFunction
 
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
+EVALUATION = 2**32 - 1  # the draw of an evaluation, which no epoch has
 USAGE = {
     True: """from diffusers import DiffusionPipeline
 

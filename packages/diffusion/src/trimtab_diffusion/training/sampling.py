@@ -37,11 +37,15 @@ def draw_prompts(prompt_function: PromptFunction, count: int, *, group_size: int
     drawn: list[tuple[str, Any]] = []
     with private_rngs(seed):
         while len(drawn) < count:
-            prompt = prompt_function()
-            if not (isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[0], str)):
-                raise TypeError(f"prompt_function returned {prompt!r}; a tuple of a text and its metadata is needed.")
-            drawn += [(str(prompt[0]), prompt[1])] * group_size
+            drawn += [checked_prompt(prompt_function(), "prompt_function returned")] * group_size
     return drawn
+
+
+def checked_prompt(prompt: Any, source: str) -> tuple[str, Any]:
+    """A text and its metadata, as they came after the words `source`; TypeError if it is something else."""
+    if not (isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[0], str)):
+        raise TypeError(f"{source} {prompt!r}; a tuple of a text and its metadata is needed.")
+    return str(prompt[0]), prompt[1]
 
 
 def rewards_of(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, Any]:
