@@ -124,7 +124,7 @@ def test_ddpo_trains_a_pipeline_on_the_prompts_of_a_file(reward, place, capsys):
 
 
 def test_ddpo_evaluates_on_the_prompts_of_another_file(place, capsys, monkeypatch):
-    tiny_diffusion.stable_diffusion_3().save_pretrained("pipeline")
+    tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     for name, words in {"drawings": ("red",), "held-out": ("green", "blue")}.items():
         write_rows(f"{name}.jsonl", [{"prompt": f"a {word}", "hue": "warm"} for word in words])
     sizes = ("--sample_num_steps=2", "--sample_batch_size=2", "--train_batch_size=2", "--sample_guidance_scale=1")
