@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +33,11 @@ HEAD = """<!DOCTYPE html>
 html { color-scheme: light dark; }
 body { font: 15px/1.5 sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; }
 p, figcaption { max-width: 48em; }
-table { border-collapse: collapse; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
 td, th { border: 1px solid #8884; padding: 0.3em 0.6em; text-align: left; vertical-align: top; white-space: pre-wrap; }
+figure { margin: 1em 0; }
+.panels { display: flex; flex-wrap: wrap; align-items: flex-start; gap: 0.5em; }
+.panels img { flex: 1 1 16em; min-width: 0; }
 img { max-width: 100%; }
 </style>
 """
@@ -220,26 +224,54 @@ def file_of(figure: Figure, form: Literal["png", "pdf"]) -> bytes:
     return buffer.getvalue()
 
 
+def panels_of(figure: Figure, picture: bytes) -> list[bytes]:
+    """Cuts the PNG of a figure with several panels in one row into one PNG each, which a narrow page can stack.
+
+    Args:
+        figure: The figure, which is drawn.
+        picture: Its PNG.
+
+    Returns:
+        The panels from left to right; the picture itself where the panels are not in one row or share a legend.
+    """
+    cells = [axis.get_subplotspec() for axis in figure.axes]
+    is_row = all(cell is not None and cell.get_gridspec().nrows == 1 for cell in cells)
+    if len(cells) < 2 or not is_row or figure.legends or figure.get_suptitle():
+        return [picture]
+    boxes = [box for axis in figure.axes if (box := axis.get_tightbbox())]
+    boxes.sort(key=lambda box: box.x0)
+    whole = Image.open(io.BytesIO(picture))
+    between = [(left.x1 + right.x0) / 2 / figure.bbox.width for left, right in pairwise(boxes)]
+    edges = [round(share * whole.width) for share in (0, *between, 1)]
+    panels = []
+    for start, end in pairwise(edges):
+        buffer = io.BytesIO()
+        whole.crop((start, 0, end, whole.height)).save(buffer, "PNG")
+        panels.append(buffer.getvalue())
+    return panels
+
+
 def page(
     title: str,
     texts: Sequence[str],
     judged: Mapping[str, Sequence[object]],
-    pictures: Mapping[str, bytes],
+    pictures: Mapping[str, Sequence[bytes]],
     captions: Mapping[str, str],
     samples: Mapping[str, Sequence[object]],
     config: Mapping[str, Any],
 ) -> str:
-    """Returns the HTML of `write_page`, with each figure as the bytes of a PNG file."""
+    """Returns the HTML of `write_page`, with each figure as the bytes of PNG files, its panels."""
     parts = [
         f"{HEAD}<title>{escape(title)}</title>\n</head>\n<body>",
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(text)}</p>" for text in texts),
         *([table(judged)] if judged else []),
     ]
-    for name, data in pictures.items():
-        source = f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
-        caption = escape(captions[name])
-        parts.append(f'<figure><img alt="{escape(name)}" src="{source}"><figcaption>{caption}</figcaption></figure>')
+    for name, panels in pictures.items():
+        sources = [f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}" for data in panels]
+        images = "".join(f'<img alt="{escape(name)}" src="{source}">' for source in sources)
+        shown = f'<div class="panels">{images}</div>' if len(panels) > 1 else images
+        parts.append(f"<figure>{shown}<figcaption>{escape(captions[name])}</figcaption></figure>")
     if samples:
         parts.append("<h2>Samples</h2>\n" + table(samples))
     settings = table({"name": list(config), "value": list(config.values())})
@@ -279,7 +311,8 @@ def write_page(
                 "Put other text into the figure's title."
             )
     pictures = {name: file_of(figure, "png") for name, figure in figures.items()}
-    text = page(title, texts, judged, pictures, captions, samples, config)
+    panels = {name: panels_of(figures[name], data) for name, data in pictures.items()}
+    text = page(title, texts, judged, panels, captions, samples, config)
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in pictures.items():
         (folder / f"{name}.png").write_bytes(data)

@@ -29,6 +29,7 @@ HOW = (
     "0.05 at most. Claims of little effect are tests of equivalence. The power is that of an uncorrected test at the "
     "observed noise, for the effect that is named."
 )
+ONE_RUN = "one run, which has no verdict: eight and more seeds are judged in experiments/README.md"
 UNJUDGED = (
     "Nothing is judged: these runs lack quantities that the paper's claims compare, such as a control or other seeds."
 )
@@ -44,6 +45,7 @@ class Report:
         figures: Figures by file name; the first is the paper's.
         captions: For each figure, what it shows, with the number of seeds and the meaning of its bands.
         samples: A table, from heading to cells [N], such as prompt, before and after.
+        outcome: What a single run reached, a line each; such a run has no verdicts. Empty: the claims' effects.
     """
 
     measured: Mapping[str, Numbers]
@@ -51,18 +53,20 @@ class Report:
     figures: Mapping[str, Figure]
     captions: Mapping[str, str]
     samples: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    outcome: Sequence[str] = ()
 
 
 def write_report(folder: Path, title: str, claim: str, report: Report, runs: Sequence[Run]) -> Sequence[Verdict]:
     """Judges, writes report.html, report.md, numbers.json and the figures, and returns the verdicts."""
     measured = rounded(report.measured)
     verdicts = judge(report.claims, measured)
-    rows = [verdict.cells() for verdict in verdicts]
+    single = outcome_of(report, verdicts)
+    rows = [] if single else [verdict.cells() for verdict in verdicts]
     columns = {heading: [row[i] for row in rows] for i, heading in enumerate(HEADINGS)} if rows else {}
     about, config = in_words([start for run in runs for start in run.starts]), settings(runs)
-    texts = [claim, about, HOW if rows else UNJUDGED]
+    texts = [claim, *(single or [HOW if rows else UNJUDGED]), about]
     write_page(folder, title, texts, columns, report.figures, report.captions, report.samples, config)
-    parts = [markdown(rows, HEADINGS) if rows else UNJUDGED, about]
+    parts = [*(single or [markdown(rows, HEADINGS) if rows else UNJUDGED]), about]
     parts += [f"![{name}]({name}.png)\n\n*{report.captions[name]}* ([PDF]({name}.pdf))" for name in report.figures]
     if report.samples:
         cells = zip(*report.samples.values(), strict=True)
@@ -71,6 +75,13 @@ def write_report(folder: Path, title: str, claim: str, report: Report, runs: Seq
     content = {"about": about, "settings": config, **to_json(measured, verdicts)}
     (folder / NUMBERS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return verdicts
+
+
+def outcome_of(report: Report, verdicts: Sequence[Verdict]) -> list[str]:
+    """What one run reached, in lines; none if there are verdicts on several seeds, or nothing was measured."""
+    if not verdicts or max(verdict.seeds for verdict in verdicts) > 1:
+        return []
+    return [*(report.outcome or [f"{verdict.claim.text}: {verdict.obtained}" for verdict in verdicts]), ONE_RUN]
 
 
 def markdown(rows: Sequence[Sequence[str]], headings: Sequence[str]) -> str:
@@ -96,8 +107,9 @@ def report_on(
     """Judges the finished runs below `folders`, writes the report into `out` (default: the first), and prints it."""
     runs = finished_runs(*folders)
     folder = out or folders[0]
-    verdicts = write_report(folder, title, claim, read(runs), runs)
-    print(*verdicts, f"page: {folder / 'report.html'}", sep="\n")
+    report = read(runs)
+    verdicts = write_report(folder, title, claim, report, runs)
+    print(*(outcome_of(report, verdicts) or verdicts), f"page: {folder / 'report.html'}", sep="\n")
     return verdicts
 
 
@@ -122,6 +134,12 @@ def main(title: str, claim: str, read: Callable[[Sequence[Run]], Report]) -> Non
 def seeds_in_words(count: int) -> str:
     """One seed, 8 seeds."""
     return "one seed" if count == 1 else f"{count} seeds"
+
+
+def medians_in_words(seeds: int) -> str:
+    """What curves and their bands show: of one seed, the curves alone."""
+    words = f"medians of {seeds} seeds, bands from the lower to the upper quartile"
+    return "one seed" if seeds == 1 else words
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:

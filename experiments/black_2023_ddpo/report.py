@@ -10,7 +10,7 @@ from torch import Tensor
 
 from experiments.claims import Claim, Numbers
 from experiments.figures import Curve, curves, tiled
-from experiments.reports import Report, main, seeds_in_words
+from experiments.reports import Report, main, medians_in_words
 from experiments.run_folders import Run, by, of_seeds
 
 BEFORE, AFTER = "before.png", "after.png"
@@ -63,7 +63,7 @@ def read(runs: Sequence[Run]) -> Report:
     count = len(by(runs, "seed"))
     captions = {
         "figure": f"The mean reward of samples over the number of scored samples, before, during and after training: "
-        f"medians of {seeds_in_words(count)}, bands from the lower to the upper quartile. Without a reward, the same "
+        f"{medians_in_words(count)}. Without a reward, the same "
         "estimator learns random numbers.",
         "pictures": "Samples from the same noise before and after training, of the first seed; one caption for each, "
         "none chosen by hand.",

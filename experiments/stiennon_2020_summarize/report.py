@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from experiments.claims import Claim, Numbers
 from experiments.figures import Curve, curves
-from experiments.reports import Report, main, seeds_in_words
+from experiments.reports import Report, main, medians_in_words, seeds_in_words
 from experiments.run_folders import Run, of_seeds
 from experiments.samples import SAMPLES
 
@@ -53,7 +53,10 @@ def read(runs: Sequence[Run]) -> Report:
         if len(names) > 1:
             measured[growth(model)] = of_seeds(whole, lambda run, of=names: slope(run, of))
     figures = {"figure": figure(whole, policies, heads), "training": training(whole)}
-    captions = {name: text.format(seeds=seeds_in_words(len(whole))) for name, text in CAPTIONS.items()}
+    captions = {
+        name: text.format(seeds=seeds_in_words(len(whole)), medians=medians_in_words(len(whole)))
+        for name, text in CAPTIONS.items()
+    }
     return Report(measured, list(claims_about(policies, models)), figures, captions, samples(whole[0]))
 
 
@@ -64,7 +67,7 @@ CAPTIONS = {
         "seeds and quartiles (band); dashed: preferring the longer answer; grey: the paper's 1.1 points for each "
         "doubling, from our first point."
     ),
-    "training": "Over the steps of PPO: medians of {seeds}, bands from the lower to the upper quartile.",
+    "training": "Over the steps of PPO: {medians}.",
 }
 
 

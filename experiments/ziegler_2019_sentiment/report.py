@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 from experiments.claims import Claim, Numbers
 from experiments.figures import curves
 from experiments.frontier import Frontier, frontier_of
-from experiments.reports import Report, main, seeds_in_words
+from experiments.reports import Report, main, medians_in_words
 from experiments.run_folders import Run, by, of_seeds
 from experiments.samples import samples_of
 from experiments.sentiment import sentiment
@@ -53,17 +53,33 @@ def read(runs: Sequence[Run]) -> Report:
             if None not in shares.values():
                 measured[f"efficiency, {name}"] = {seed: share for seed, share in shares.items() if share is not None}
     samples = samples_of({name: group[0] for name, group in groups.items()})
+    is_single = len(runs) == 1
+    ends = "before and after training" if is_single else "after training, a dot for each run"
     caption = (
-        f"Reward, KL and its coefficient over the steps of PPO: medians of {seeds_in_words(len(by(runs, 'seed')))}, "
-        "bands from the lower to the upper quartile. Dashed: the targets. Right: reward and KL of held-out openings "
-        "after training, a dot for each run; black: what reweighting samples of the pretrained model attains, as far "
-        "as the samples carry."
+        f"Reward, KL and its coefficient over the steps of PPO: {medians_in_words(len(by(runs, 'seed')))}."
+        f"{' Dashed: the targets.' if targets else ''} Right: reward and KL of held-out openings {ends}"
     )
+    if attainable is not None:
+        caption += (
+            "; black: the best reward reachable at each KL, estimated by reweighting samples of the pretrained model"
+        )
+    caption += "."
     if learnt:
         caption += " Left: without the runs that learn from another reward."
     claims = [*claims_about(list(groups), list(targets)), *claims_about_labels(list(learnt), list(targets))]
     figures = {"figure": figure(groups, list(targets), attainable)}
-    return Report(measured, claims, figures, {"figure": caption}, samples)
+    return Report(measured, claims, figures, {"figure": caption}, samples, outcome_of(runs[0]) if is_single else ())
+
+
+def outcome_of(run: Run) -> list[str]:
+    """What a run reached, in lines: the reward and the KL."""
+    before, after, kl = (run.summary[name] for name in ("reward_before", "reward", "kl_held"))
+    target = run.config["target"]
+    words = f", target {target:g} ({kl / target - 1:+.0%})" if run.config["adap_kl_ctrl"] else ""
+    return [
+        f"reward on unseen openings {before:.3f} -> {after:.3f} ({after - before:+.3f})",
+        f"KL {kl:.2f} nats per response{words}",
+    ]
 
 
 def share_of(run: Run, attainable: Frontier) -> float | None:
@@ -138,13 +154,19 @@ def figure(groups: Mapping[str, Sequence[Run]], targets: Sequence[float], attain
         curves(axis, {name: [run.curve("step", key) for run in group] for name, group in shown.items()})
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("PPO step")
+    is_single = sum(map(len, groups.values())) == 1
     for target in targets:
         axes[1].axhline(target, color="tab:gray", linestyle="--", linewidth=0.8)
     for name, group in groups.items():
-        ends.scatter([run.summary["kl"] for run in group], [run.summary["reward"] for run in group], s=18, label=name)
+        kls, rewards = ([run.summary[key] for run in group] for key in ("kl", "reward"))
+        if is_single:
+            ends.plot([0, *kls], [group[0].summary["reward_before"], *rewards], marker="o", markersize=4, label=name)
+        else:
+            ends.scatter(kls, rewards, s=18, label=name)
     if attainable is not None:
         ends.plot(attainable.kls, attainable.rewards, color="black", linewidth=1.2, label="attainable")
-    ends.set_title("held-out openings, after training", fontsize=10)
+    when = "before and after" if is_single else "after"
+    ends.set_title(f"held-out openings, {when} training", fontsize=10)
     ends.set_xlabel("KL to the pretrained model (nats per response)")
     ends.set_ylabel("reward (VADER, -1 to 1)")
     ends.grid(alpha=0.3)

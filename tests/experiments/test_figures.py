@@ -11,11 +11,13 @@ from PIL import Image
 
 from experiments.figures import (
     curves,
+    file_of,
     frontier,
     frontier_points,
     image_grid,
     median_and_quartiles,
     on_common_x,
+    panels_of,
     plt,
     table,
     tiled,
@@ -248,6 +250,24 @@ def test_the_figure_in_the_page_is_the_png_beside_it(tmp_path: Path):
         picture.load()  # decodes it, checksums included
         assert picture.format == "PNG"
         assert len(np.unique(np.asarray(picture.convert("L")))) > 2
+
+
+def test_a_row_of_panels_is_cut_between_them():
+    plot, axes = plt.subplots(1, 3, figsize=(9, 3), layout="constrained")
+    for axis, color in zip(axes, ("red", "lime", "blue"), strict=True):
+        axis.set_facecolor(color)
+    panels = [Image.open(io.BytesIO(data)).convert("RGB") for data in panels_of(plot, file_of(plot, "png"))]
+    pure = [{(255, 0, 0), (0, 255, 0), (0, 0, 255)} & set(panel.get_flattened_data()) for panel in panels]
+    assert pure == [{(255, 0, 0)}, {(0, 255, 0)}, {(0, 0, 255)}]
+    assert sum(panel.width for panel in panels) == 9 * 130
+    plt.close(plot)
+
+
+def test_panels_in_a_square_stay_together():
+    plot, _ = plt.subplots(2, 2)
+    whole = file_of(plot, "png")
+    assert panels_of(plot, whole) == [whole]
+    plt.close(plot)
 
 
 def test_a_figure_has_a_pdf_whose_bytes_are_the_same_each_time(tmp_path: Path):

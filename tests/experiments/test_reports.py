@@ -133,6 +133,18 @@ def test_the_program_exits_by_its_verdicts_and_leaves_what_they_follow_from(
     assert "torch " in text
 
 
+def test_one_run_has_its_effects_in_place_of_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def read(runs: Sequence[Run]) -> Report:
+        rewards = of_seeds(runs, lambda run: run.summary["reward"])
+        claim = Claim("the reward rises", ("reward",), "more", 0.1, "points")
+        return Report({"reward": rewards}, [claim], {}, {})
+
+    for number, words in ((1, "the reward rises: +0.5 points\none run"), (2, "undecided     the reward rises")):
+        a_run(tmp_path / str(number), seed=number)
+        reports.report_on("title", "claim", read, [tmp_path], tmp_path)
+        assert capsys.readouterr().out.startswith(words)
+
+
 def test_every_start_of_a_run_is_recorded(tmp_path: Path):
     a_run(tmp_path, seed=4)
     open_folder(tmp_path, {"seed": 4}, goes_on=True)

@@ -83,10 +83,16 @@ def test_two_steps_on_a_tiny_model_leave_record_samples_and_page(
     shown = capsys.readouterr().out
     assert shown.count("[the there]") == 2
     assert "before training" in shown
-    assert "the KL is held" in shown
+    before, after = (f"{summary[name]:.3f}" for name in ("reward_before", "reward"))
+    assert f"reward on unseen openings {before} -> {after} (" in shown
+    assert f"KL {summary['kl_held']:.2f} nats per response, target 8 (" in shown
+    assert "undecided" not in shown
     assert f"figure: {folder / 'figure.png'}" in shown
     assert (folder / "figure.png").exists()
-    assert "target 8: the KL is held" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert f"reward on unseen openings {before}" in page
+    assert page.count("<img ") == 4
+    assert not [words for words in ("bands", "black", "undecided", "Holm") if words in page]
 
 
 def test_ppo_on_a_learnt_reward_is_judged_by_the_true_one(
@@ -283,6 +289,7 @@ def test_the_page_is_written_from_finished_runs(tmp_path: Path):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "report.html").read_text()
     assert "target 8: the KL is held" in page
+    assert "bands from the lower to the upper quartile" in page
     assert "new 8" in page
 
 
