@@ -11,6 +11,7 @@ after the other. What a cache keeps between two kernels, and what a kernel loses
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, LlamaConfig, LlamaModel
 
 from trimtab_lm.tokens import scores
+from trimtab_lm.tokens.layout import TokenGroup, cheapest_split, split
 
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "lift_fresh")
 OVERWRITES = ("copy_", "fill_", "zero_")
@@ -186,7 +188,7 @@ def compiled(count: Roofline) -> Callable[..., tuple[Tensor, Tensor, Tensor | No
     return score
 
 
-def peer(head: Head, *, rows: int = 4096, columns: int = 32_768) -> Roofline:
+def peer(head: Head, *, rows: int = 4096, columns: int = 32_768, backward: bool = True) -> Roofline:
     """Runs the head of TRL 1.16.0 on CUDA: for each tile a product and one Triton kernel, and float32 gradients.
 
     See its trl/kernels/chunked_logprob.py, whose sizes of a tile are the defaults here.
@@ -197,6 +199,8 @@ def peer(head: Head, *, rows: int = 4096, columns: int = 32_768) -> Roofline:
         for x in hidden.split(rows):
             for part in weight.split(columns):
                 count.add(nbytes(x @ part.T))  # which the kernel reads
+        if not backward:
+            return count
         sums = [torch.zeros_like(x, dtype=torch.float32) for x in (hidden, weight)]
         for x, of_x in zip(hidden.split(rows), sums[0].split(rows), strict=True):
             for part, of_part in zip(weight.split(columns), sums[1].split(columns), strict=True):
@@ -222,7 +226,7 @@ def heads_table() -> Iterator[str]:
             yield f"| {' | '.join([*cells, f'{1e3 * plain.seconds:.1f} ms', f'{1e3 * other.seconds:.1f} ms'])} |"
 
 
-# A step of SFT ------------------------------------------------------------------------------------------------------
+# Whole steps --------------------------------------------------------------------------------------------------------
 
 
 class Trunk(NamedTuple):
@@ -246,8 +250,8 @@ def flash(
     return attend(query, key, value, 0.0, True)[0].transpose(1, 2), None
 
 
-def trunk(model: Trunk, width: int = 1024) -> Roofline:
-    """Runs a trunk over rows of `width` tokens, forward and backward, in bfloat16 and without checkpointing."""
+def trunk(model: Trunk, *, tokens: int = 8192, width: int = 1024, backward: bool = True) -> Roofline:
+    """Runs a trunk over rows of `width` tokens, forward and perhaps backward, in bfloat16, without checkpointing."""
     AttentionInterface.register("counted", flash)
     config = LlamaConfig(
         vocab_size=model.head.vocabulary,
@@ -260,11 +264,13 @@ def trunk(model: Trunk, width: int = 1024) -> Roofline:
     with torch.device("meta"):
         llama = LlamaModel(config).bfloat16()
         llama.set_attn_implementation("counted")
-        ids = torch.empty(model.head.tokens // width, width, dtype=torch.long)
+        ids = torch.empty(tokens // width, width, dtype=torch.long)
         places = torch.empty(1, width, dtype=torch.long)
-    with Roofline() as count, mock.patch.object(torch, "autocast", return_value=nullcontext()):
+    no_cast, grad = mock.patch.object(torch, "autocast", return_value=nullcontext()), torch.set_grad_enabled(backward)
+    with Roofline() as count, no_cast, grad:
         states = llama(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state
-        states.backward(torch.empty_like(states))
+        if backward:
+            states.backward(torch.empty_like(states))
     return count
 
 
@@ -278,11 +284,65 @@ def steps_table() -> Iterator[str]:
         yield f"| {' | '.join([*cells, f'{(body + other) / (body + head):.2f}', f'{head / (body + head):.0%}'])} |"
 
 
+class Shape(NamedTuple):
+    """The rows of a step whose answers share their prompts.
+
+    Args:
+        name: for the table.
+        prompts: of a step.
+        prompt: tokens of each.
+        answers: of each prompt.
+        answer: tokens of each.
+        reads_reference: whether a reference scores the answers, too.
+    """
+
+    name: str
+    prompts: int
+    prompt: int
+    answers: int
+    answer: int
+    reads_reference: bool
+
+
+SHAPES = (
+    Shape("DPO, 8 pairs, prompt 512, answers 256", 8, 512, 2, 256, reads_reference=True),
+    Shape("GRPO's update, 8 prompts of 256, 8 answers of 96", 8, 256, 8, 96, reads_reference=False),
+    Shape("GRPO's update, 1 prompt of 256, 8 answers of 1,024", 1, 256, 8, 1024, reads_reference=False),
+)
+
+
+def step(model: Trunk, shape: Shape, head: Callable[..., Roofline], *, shares_prompts: bool) -> tuple[int, float]:
+    """Returns the positions of a step and its seconds: forward, backward, and a forward pass of the reference.
+
+    As many answers share a copy of their prompt as trimtab chooses. Attention is counted as if nothing were masked.
+    """
+    answer = [0] * shape.answer
+    groups = [TokenGroup([0] * shape.prompt, [answer] * shape.answers, [answer] * shape.answers)] * shape.prompts
+    pieces = cheapest_split(groups, model.head.width) if shares_prompts else split(groups, 1)
+    width, answers = len(pieces[0]), shape.prompts * shape.answers * shape.answer
+    tokens, passes = len(pieces) * width, (True, False) if shape.reads_reference else (True,)
+    parts = [trunk(model, tokens=tokens, width=width, backward=backward) for backward in passes]
+    parts += [head(model.head._replace(tokens=answers), backward=backward) for backward in passes]
+    return tokens, sum(part.seconds for part in parts)
+
+
+def shared_table() -> Iterator[str]:
+    """Yields the lines of the table of steps in which answers share a prompt."""
+    yield "| step | model | positions, trimtab / TRL | trimtab | TRL 1.16.0 | TRL / trimtab |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for shape in SHAPES:
+        for model in TRUNKS:
+            tokens, time = step(model, shape, partial(ours, is_summed=False), shares_prompts=True)
+            others, other = step(model, shape, peer, shares_prompts=False)
+            cells = [shape.name, model.head.name, f"{tokens:,} / {others:,}", f"{1e3 * time:.0f} ms"]
+            yield f"| {' | '.join([*cells, f'{1e3 * other:.0f} ms', f'{other / time:.2f}'])} |"
+
+
 def main() -> None:
     """Prints the tables."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"Estimates for one {H100.name}. Nothing has run on a GPU.\n")
-    for table in (heads_table, steps_table):
+    for table in (heads_table, steps_table, shared_table):
         print("\n".join(table()), end="\n\n", flush=True)
 
 

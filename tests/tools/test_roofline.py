@@ -5,7 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools.roofline import H100, HEADS, Head, Roofline, heads_table, ours, peer, steps_table
+from tools.roofline import (
+    H100,
+    HEADS,
+    SHAPES,
+    TRUNKS,
+    Head,
+    Roofline,
+    heads_table,
+    ours,
+    peer,
+    shared_table,
+    step,
+    steps_table,
+)
 from torch import Tensor
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "speed.md"
@@ -66,6 +79,7 @@ def test_the_products_of_a_head_are_three_or_four():
     assert ours(SMALL, is_summed=False).flops == 3 * product
     assert ours(SMALL, is_summed=False, backward=False).flops == product
     assert peer(SMALL).flops == 4 * product
+    assert peer(SMALL, backward=False).flops == product
     product = 2 * 8192 * 2048 * 128_256
     assert ours(HEADS[1], is_summed=True).flops == 3 * product
     assert ours(HEADS[1], is_summed=False).flops == 4 * product
@@ -82,9 +96,24 @@ def test_a_head_takes_at_most_half_as_long_again_as_its_products(head: Head, is_
         assert plain.seconds > 1.5 * count.seconds
 
 
+@pytest.mark.parametrize(
+    ("number", "shared", "apart"),
+    [(0, 8 * (512 + 2 * 256), 16 * (512 + 256)), (1, 8 * (256 + 8 * 96), 64 * (256 + 96)), (2, 8 * 1280, 8 * 1280)],
+)
+def test_a_step_reads_a_prompt_once_where_that_is_cheaper(number: int, shared: int, apart: int):
+    """Eight answers of 1,024 tokens each get a copy of their prompt: attention would read too wide rows."""
+
+    def head(head: Head, *, backward: bool) -> Roofline:
+        return Roofline()
+
+    small = TRUNKS[0]._replace(layers=1)
+    for shares_prompts, positions in ((True, shared), (False, apart)):
+        assert step(small, SHAPES[number], head, shares_prompts=shares_prompts)[0] == positions
+
+
 @pytest.mark.slow
 def test_the_page_holds_these_estimates():
     """Run `python -m tools.roofline` and copy its tables."""
     text = PAGE.read_text(encoding="utf-8")
-    for table in (heads_table, steps_table):
+    for table in (heads_table, steps_table, shared_table):
         assert "\n".join(table()) in text
