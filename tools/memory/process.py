@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tools.bench.measuring import Clock
-from tools.bench.models import write_language_models, write_stable_diffusion
+from tools.bench.models import write_language_models
 from tools.bench.sizes import LLAMA_TINY, TINY, Size
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 16_384}
@@ -61,8 +61,9 @@ def main(order: dict[str, Any]) -> int | str:
     """Runs a task's steps.
 
     Args:
-        order: `task`, `package` (trimtab_lm or trl), `vocabulary`, `tokens`, `memory` (of the device, in bytes), and
-            `triton`: whether TRL chooses positions and folds tiles as on CUDA.
+        order: `task`, `package` (trimtab_lm or trl), `vocabulary`, `tokens`, `memory` (of the device, in bytes),
+            `triton`: whether TRL chooses positions and folds tiles as on CUDA, and `pipeline`: the folder of the
+            Stable Diffusion that both sides load.
     """
     device: Any = importlib.import_module("torch_musa")
     device.set_total_memory(order["memory"])
@@ -80,7 +81,7 @@ def main(order: dict[str, Any]) -> int | str:
     Clock.measurement = stop  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         if order["task"] == "ddpo":
-            write_stable_diffusion(replace(size, device="cpu"), Path(folder) / "diffusion")
+            folder = order["pipeline"]
         else:
             write_language_models(size, Path(folder))
         try:
