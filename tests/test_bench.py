@@ -1,6 +1,7 @@
 """The benchmarks: their counts, the results that they refuse, and the table that they write."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tools.bench import __main__ as bench
+from tools.bench import process
 from tools.bench.__main__ import README, BenchError, check, main
 from tools.bench.measuring import Clock, Tokens
 from tools.bench.models import SHAPES, write_language_models, write_shapes
 from tools.bench.profiling import second_step, shares
 from tools.bench.sizes import SIZES, token_ids
-from tools.bench.table import BEGIN, END, page
+from tools.bench.table import BEGIN, END, headline, page
 from tools.bench.tasks import ppo, sft
 from tools.bench.works import ABLATIONS, WORKS
 from torch.utils.flop_counter import FlopCounterMode
@@ -90,6 +92,27 @@ def test_a_row_that_was_disturbed_is_marked_and_counts_processor_time():
     pairs = [{"load": 4.0, "ours": report(2), "other": report(8)}]
     result = {"work": "sft", "device": "cpu", "day": "a day", "machine": "a machine", "commit": "abc", "pairs": pairs}
     assert "| sft* | TRL 1.16.0 / trimtab | 4 / 1 | **4.00** (one pair), target 4" in page(f"{BEGIN}{END}", [result])
+
+
+def test_the_headline_has_the_ratios_of_the_fair_rows_and_of_no_other():
+    def result(work: str, other: float) -> dict[str, Any]:
+        origin = {"work": work, "device": "cpu", "day": "a day", "machine": "a machine", "commit": "abc"}
+        return origin | {"pairs": [{"load": 1.0, "ours": report(2), "other": report(other)}]}
+
+    results = [result("sft", 100), result("sft-positions", 5), result("grpo-short", 3), result("grpo-long", 9)]
+    (text,) = headline(results)
+    assert text.endswith("SFT **2.5** (`sft-positions`), GRPO **1.5 to 4.5** (`grpo-short`, `grpo-long`).")
+    assert text in page(f"{BEGIN}{END}", results)
+    assert headline(results[:1]) == []
+
+
+def test_a_process_takes_the_sizes_of_its_row(folder, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sft, "run", lambda package, size, settings, folder: seen.append((size, settings)))
+    order = {"task": "sft", "package": "trl", "size": "smoke-cpu", "pair": 1, "folder": folder, "is_profiled": False}
+    with pytest.raises(TypeError):  # there is no measurement to report
+        process.main(order | {"settings": {"sizes": {"median": 7}, "packing": True}})
+    assert seen == [(replace(SMOKE, pair=1, median=7), {"packing": True})]
 
 
 def test_the_shares_of_a_profile_add_up_and_name_what_ran():

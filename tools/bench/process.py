@@ -25,8 +25,8 @@ def main(order: dict[str, Any]) -> dict[str, object]:
             `is_profiled` (whether to add a `profile` to the report, which slows the steps down).
     """
     task = importlib.import_module(f"tools.bench.tasks.{order['task']}")
-    package, size = str(order["package"]), replace(SIZES[str(order["size"])], pair=order["pair"])
-    settings: dict[str, Any] = dict(order["settings"])
+    package, settings = str(order["package"]), dict[str, Any](order["settings"])
+    size = replace(SIZES[str(order["size"])], pair=order["pair"], **settings.pop("sizes", {}))
     if settings.pop("positions", None):  # TRL asks this whether only those with a loss go through the head
         importlib.import_module("trl.trainer.utils")._use_triton = lambda device: True
     Clock.profiler = second_step() if order["is_profiled"] else None

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tools.bench.works import ABLATIONS, WORKS, Work
+from tools.bench.works import ABLATIONS, FAIR, WORKS, Work
 
 BEGIN, END = "<!-- what follows is written by make bench -->", "<!-- end of what make bench writes -->"
 BUSY = 1.5
@@ -107,6 +107,27 @@ def table(works: list[Work], results: Results) -> str:
     return markdown([HEADER, *(row(work, by_name[work.name]) for work in works if work.name in by_name)])
 
 
+def headline(results: Results) -> list[str]:
+    """Returns a sentence with the ratios of seconds in the rows of `FAIR` that have been measured, if there are any."""
+    by_name, parts = {result["work"]: result for result in results}, []
+    for title, names in FAIR.items():
+        ratios = sorted(median_ratio(by_name[name]) for name in names if name in by_name)
+        if ratios:
+            shown = f"{ratios[0]:.1f}" if len(ratios) == 1 else f"{ratios[0]:.1f} to {ratios[-1]:.1f}"
+            parts.append(f"{title} **{shown}** ({', '.join(f'`{name}`' for name in names if name in by_name)})")
+    text = (
+        "The peer's time over ours, where the peer computes what it would compute on a GPU and samples in batches as "
+        f"large as ours: {', '.join(parts)}."
+    )
+    return [text] if parts else []
+
+
+def median_ratio(result: Result) -> float:
+    """Returns the other side's seconds over ours, the median of the pairs."""
+    pairs = processor_time(result["pairs"]) if is_disturbed(result) else result["pairs"]
+    return statistics.median(step_seconds(pair["other"]) / step_seconds(pair["ours"]) for pair in pairs)
+
+
 def profiles(results: Results) -> str:
     """Returns a Markdown table of the profiles, in percent."""
     header = ["work", *results[0]["profile"]]
@@ -138,6 +159,7 @@ def section(device: str, results: Results) -> str:
         f"## {', '.join(machines)}",
         f"`--device {device}`, measured on {', '.join(days)} at commit {', '.join(commits)}. "
         "Each cell has the other side / ours.",
+        *headline(results),
         table(WORKS, results),
     ]
     if any(map(is_disturbed, results)):

@@ -15,8 +15,8 @@ class Side:
 
     Attributes:
         environment: `OURS`, a peer (the name of a file in requirements/), or `VLLM`, ours with vLLM installed.
-        settings: config fields; `call` has arguments of the timed call, and `collator` names the layout of the data
-            collator.
+        settings: config fields; `call` has arguments of the timed call, `collator` names the layout of the data
+            collator, and `sizes` are fields of `Size` in place of the others.
     """
 
     environment: str
@@ -48,8 +48,8 @@ class Work:
     def text(self, side: Side) -> str:
         """Describes a side: its program and its settings."""
         settings = {**self.settings, **side.settings}
-        shown = {**settings, **settings.get("call", {})}
-        words = [f"`{name}={_short(value)}`" for name, value in shown.items() if name not in ("call", "phase")]
+        shown = {**settings, **settings.get("call", {}), **settings.get("sizes", {})}
+        words = [f"`{name}={_short(value)}`" for name, value in shown.items() if name not in ("call", "phase", "sizes")]
         return " ".join([side.environment.replace("trl-", "TRL "), *words])
 
 
@@ -72,6 +72,10 @@ CACHE = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 2048}
 MAY_END = {"generation_kwargs": None}
 # TRL sends only the positions that have a loss through the head on CUDA, and all of them elsewhere.
 ON_A_GPU = Side(TRL, {"positions": "as on a GPU"})
+# As many tokens of prompts as in the rows without these sizes, or fewer; see `Size`.
+SHORT = {"sizes": {"median": 40, "longest": 128, "new_tokens": 16}}
+LONG = {"sizes": {"median": 640, "longest": 1280, "prompts": 2, "new_tokens": 128}}
+LONG_BATCH = {"sizes": {"median": 640, "longest": 1280, "ppo_batch": 8, "ppo_epochs": 2}}
 # Each of three passes trains on one of a sample's ten steps.
 FEW_STEPS = {"train_timestep_fraction": 0.1, "train_num_inner_epochs": 3}
 ONE_UPDATE = {"train_gradient_accumulation_steps": 2}
@@ -97,6 +101,8 @@ WORKS = [
     Work("reward", "reward", Side(TRL), equal=LOSS, target=(2.5, 1.6)),
     Work("grpo", "grpo", Side(TRL), equal=SAMPLED, target=(4, 4.5)),
     Work("grpo-positions", "grpo", ON_A_GPU, equal=SAMPLED),
+    Work("grpo-short", "grpo", ON_A_GPU, settings=SHORT, equal=SAMPLED),
+    Work("grpo-long", "grpo", ON_A_GPU, settings=LONG, equal=SAMPLED),
     Work(
         "grpo-continuous-batching",
         "grpo",
@@ -106,6 +112,8 @@ WORKS = [
         equal={"sampled": 0.05},
     ),
     Work("ppo-step", "ppo", Side(TRL_PPO), settings=STEP, equal={"kl": 1e-4, "mean score": 1e-6}, target=(4, 1.5)),
+    Work("ppo-short", "ppo", Side(TRL_PPO), settings=STEP | SHORT, equal={"kl": 1e-4, "mean score": 1e-6}),
+    Work("ppo-long", "ppo", Side(TRL_PPO), settings=STEP | LONG_BATCH, equal={"kl": 1e-4, "mean score": 1e-6}),
     Work("ppo-generate", "ppo", Side(TRL_PPO), settings=GENERATE, equal=SAMPLED, target=(2, None)),
     Work("ppo-generate-at-once", "ppo", Side(TRL_PPO), settings=GENERATE | AT_ONCE, equal=SAMPLED),
     Work("ppo", "ppo", Side(TRL_PPO), settings=BOTH, equal=SAMPLED, target=(3, 1.5)),
@@ -122,6 +130,17 @@ WORKS = [
     ),
     Work("ddpo-to-reward-few-steps", "ddpo_to_reward", Side(TRL_DDPO), settings=FEW_STEPS, equal=PIPELINE),
 ]
+
+FAIR = {
+    "SFT": ["sft-positions"],
+    "DPO": ["dpo-positions"],
+    "reward models": ["reward"],
+    "GRPO": ["grpo-short", "grpo-positions", "grpo-long"],
+    "PPO's step": ["ppo-short", "ppo-step", "ppo-long"],
+    "PPO's sampling": ["ppo-generate-at-once"],
+    "DDPO": ["ddpo", "ddpo-one-update"],
+}
+"""The rows in which the peer computes what it would compute on a GPU, in batches as large as ours."""
 
 ABLATIONS = [
     Work("sft: Trainer", "sft", Side(OURS), Side(OURS, {"loop": "plain"}), equal=DOCUMENTS),
