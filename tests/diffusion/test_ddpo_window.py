@@ -30,6 +30,8 @@ def test_the_window_moves_by_a_step_and_begins_again():
         *[(2, 6)] * 2,
         *[(0, 4)] * 2,
     ]
+    still = DDPOConfig(sample_num_steps=6, sample_window=5, sample_window_interval=0, mixed_precision="no")
+    assert [window_of(still, epoch) for epoch in (0, 1, 40)] == [(0, 5)] * 3
     assert window_of(DDPOConfig(mixed_precision="no"), 3) is None
 
 

@@ -35,9 +35,11 @@ AT_MOST: dict[type, dict[str, Any]] = {
     DDPOConfig: {
         "num_epochs": 1,
         "sample_num_steps": 2,
+        "sample_window": 1,
         "sample_batch_size": 4,
         "group_size": 2,
         "train_batch_size": 2,
+        "train_gradient_accumulation_steps": 2,
     },
 }
 """The largest values of settings in the tests; they replace larger ones, and -1 for no limit."""

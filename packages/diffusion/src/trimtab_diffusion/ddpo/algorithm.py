@@ -49,12 +49,13 @@ def advantages_of(rewards: Tensor, prompts: Tensor, config: DDPOConfig) -> Tenso
 def window_of(config: DDPOConfig, epoch: int) -> tuple[int, int] | None:
     """The steps of an epoch that are random and train: MixGRPO (Li et al. 2025, arXiv:2507.21802). None: all.
 
-    The window begins at the noise, moves towards the image, and begins again.
+    The window begins at the noise, moves towards the image, and begins again; or it stays at the noise.
     """
     size = config.sample_window
     if not size:
         return None
-    first = epoch // config.sample_window_interval % (config.sample_num_steps - size + 1)
+    interval = config.sample_window_interval
+    first = epoch // interval % (config.sample_num_steps - size + 1) if interval else 0
     return first, first + size
 
 

@@ -38,7 +38,9 @@ class DDPOConfig(shared.SamplingConfig):
     sample_window: CountFromZero = setting(
         "Steps of a sample that are random and train, the others being deterministic (MixGRPO). 0: all.", default=0
     )
-    sample_window_interval: Count = setting("Epochs after which this window moves on by a step.", default=25)
+    sample_window_interval: CountFromZero = setting(
+        "Epochs after which this window moves on by a step. 0: it stays at the first steps.", default=25
+    )
     eval_freq: CountFromZero = setting(
         "`train` evaluates every so many epochs, on `eval_prompts`. 0: never.", default=0
     )
