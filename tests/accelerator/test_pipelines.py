@@ -49,7 +49,8 @@ def trainer(kind: str, folder: Path, *, use_lora: bool, **settings: Any) -> DDPO
         "train_learning_rate": 1e-2,
         "sample_guidance_scale": 3.0,
     }
-    return DDPOTrainer(DDPOConfig(**defaults | settings), brightness, Turns(), pipeline)
+    prompts = [("a cat", {}), ("two dogs", {})]
+    return DDPOTrainer(DDPOConfig(**defaults | settings), brightness, Turns(), pipeline, eval_prompts=prompts)
 
 
 def by_gradient(kind: str, folder: Path, *, use_lora: bool, **settings: Any) -> AlignPropTrainer:
@@ -97,7 +98,7 @@ def resumes(kind: str, folder: Path, trainer: Callable[..., Any] = trainer, **se
 @pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", BUILD)
 def test_every_pipeline(kind: str, use_lora: bool, tmp_path: Path):
-    resumes(kind, tmp_path, use_lora=use_lora, mixed_precision="no")
+    resumes(kind, tmp_path, use_lora=use_lora, mixed_precision="no", eval_freq=2)
 
 
 @pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
