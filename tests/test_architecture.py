@@ -80,6 +80,8 @@ EXPORTS: dict[str, set[str]] = {
         "DefaultDDPOStableDiffusionPipeline",
         "DiffusionDPOConfig",
         "DiffusionDPOTrainer",
+        "DiffusionNFTConfig",
+        "DiffusionNFTTrainer",
     },
     "trimtab_cli": set(),
 }
@@ -555,6 +557,12 @@ PIPELINE_TRAINERS = {
     ),
     "alignprop": lambda mine, settings, pipeline: from_rewards(mine, "AlignProp", settings, pipeline),
     "diffusion_dpo": from_pairs,
+    "nft": lambda mine, settings, pipeline: from_rewards(
+        mine,
+        "DiffusionNFT",
+        settings | {"sample_batch_size": 2, "group_size": 2, "train_gradient_accumulation_steps": 1},
+        pipeline,
+    ),
 }
 
 

@@ -19,6 +19,8 @@ from trimtab_diffusion import (
     DDPOTrainer,
     DiffusionDPOConfig,
     DiffusionDPOTrainer,
+    DiffusionNFTConfig,
+    DiffusionNFTTrainer,
 )
 from trimtab_lm import (
     DPOConfig,
@@ -117,6 +119,15 @@ def diffusion_dpo(kind: Any, folder: str) -> Any:
     return kind(config, tiny_diffusion.stable_diffusion(), rows)
 
 
+def diffusion_nft(kind: Any, folder: str) -> Any:
+    sizes = {"sample_num_steps": 2, "sample_batch_size": 2, "group_size": 2, "train_batch_size": 2}
+    config = DiffusionNFTConfig(
+        num_epochs=1, mixed_precision="no", logdir=folder, train_gradient_accumulation_steps=2, **sizes
+    )
+    pipeline = DDPOStableDiffusionPipeline(tiny_diffusion.stable_diffusion())
+    return kind(config, lambda images, *_: images.flatten(1).mean(1), lambda: ("a cat", {}), pipeline)
+
+
 def denoise(trainer: Any) -> None:
     trainer.train()
     trainer.save_pretrained(f"{trainer.config.logdir}/final")
@@ -161,6 +172,15 @@ TRAINERS: dict[str, Case] = {
         diffusion_dpo,
         denoise,
         ("train", "step", "batches", "save_checkpoint", "save_pretrained", "create_model_card"),
+    ),
+    "DiffusionNFT": (
+        DiffusionNFTTrainer,
+        diffusion_nft,
+        denoise,
+        (
+            *("train", "step", "draw", "sample", "compute_rewards", "optimality", "save_checkpoint"),
+            *("save_pretrained", "create_model_card"),
+        ),
     ),
     "AlignProp": (
         AlignPropTrainer,

@@ -20,6 +20,8 @@ from trimtab_diffusion import (
     DDPOTrainer,
     DiffusionDPOConfig,
     DiffusionDPOTrainer,
+    DiffusionNFTConfig,
+    DiffusionNFTTrainer,
 )
 from trimtab_lm import (
     DPOConfig,
@@ -216,6 +218,10 @@ def diffusion_dpo(settings: dict[str, Any], pipeline: DDPOStableDiffusionPipelin
     return DiffusionDPOTrainer(DiffusionDPOConfig(**settings), pipeline, rows)
 
 
+def diffusion_nft(settings: dict[str, Any], pipeline: DDPOStableDiffusionPipeline) -> DiffusionNFTTrainer:
+    return DiffusionNFTTrainer(DiffusionNFTConfig(**settings), brightness, lambda: ("a cat", {}), pipeline)
+
+
 TRAINERS: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "ppo": lambda folder, interrupt: train_by_ppo(partial(ppo, folder), interrupt=interrupt),
     "iterative_sft": partial(train_by_calls, iterative_sft),
@@ -224,6 +230,17 @@ TRAINERS: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     ),
     "alignprop": partial(train_pipeline, alignprop, {"sample_num_steps": 3, "train_gradient_accumulation_steps": 2}),
     "diffusion_dpo": partial(train_pipeline, diffusion_dpo, {"train_gradient_accumulation_steps": 2}),
+    "diffusion_nft": partial(
+        train_pipeline,
+        diffusion_nft,
+        {
+            "sample_num_steps": 3,
+            "sample_batch_size": 2,
+            "group_size": 2,
+            "train_gradient_accumulation_steps": 2,
+            "old_decay_rate": 0.3,
+        },
+    ),
     **{
         build.__name__: lambda folder, interrupt, build=build: train_on_transformers(
             build, folder, interrupt=interrupt

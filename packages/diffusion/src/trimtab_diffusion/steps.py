@@ -94,14 +94,7 @@ def ddim_gaussian(
     """
     output, x = _at_least_float32(model_output), _at_least_float32(sample)
     a, a_next = along(alpha.to(x.dtype), x), along(alpha_next.to(x.dtype), x)
-    if prediction_type == "epsilon":
-        x0, epsilon = (x - (1 - a).sqrt() * output) / a.sqrt(), output
-    elif prediction_type == "sample":
-        x0, epsilon = output, (x - a.sqrt() * output) / (1 - a).sqrt()
-    elif prediction_type == "v_prediction":
-        x0, epsilon = a.sqrt() * x - (1 - a).sqrt() * output, a.sqrt() * output + (1 - a).sqrt() * x
-    else:
-        raise ValueError(f"prediction_type={prediction_type!r} is unknown. Use epsilon, sample or v_prediction.")
+    x0, epsilon = x0_and_epsilon(output, x, a, prediction_type=prediction_type)
     if threshold is not None:
         x0 = dynamic_threshold(x0, quantile=threshold[0], largest=threshold[1])
     elif clip is not None:
@@ -109,6 +102,30 @@ def ddim_gaussian(
     std = eta * ((1 - a_next) / (1 - a) * (1 - a / a_next)).sqrt()
     mean = a_next.sqrt() * x0 + (1 - a_next - std**2).clamp(min=0).sqrt() * epsilon
     return mean, std.flatten()
+
+
+def x0_and_epsilon(output: Tensor, sample: Tensor, alpha: Tensor, *, prediction_type: str) -> tuple[Tensor, Tensor]:
+    """Splits a sample sqrt(alpha) x_0 + sqrt(1 - alpha) epsilon by a model's prediction.
+
+    Args:
+        output, sample: [B, ...].
+        alpha: [B, 1, ...], as for `ddim_gaussian`.
+        prediction_type: what the model predicts: epsilon, sample or v_prediction.
+
+    Returns:
+        x_0 and epsilon, both [B, ...].
+
+    Raises:
+        ValueError: prediction_type is unknown.
+    """
+    signal, deviation = alpha.sqrt(), (1 - alpha).sqrt()
+    if prediction_type == "epsilon":
+        return (sample - deviation * output) / signal, output
+    if prediction_type == "sample":
+        return output, (sample - signal * output) / deviation
+    if prediction_type == "v_prediction":
+        return signal * sample - deviation * output, signal * output + deviation * sample
+    raise ValueError(f"prediction_type={prediction_type!r} is unknown. Use epsilon, sample or v_prediction.")
 
 
 def dynamic_threshold(x0: Tensor, *, quantile: float, largest: float) -> Tensor:
@@ -311,6 +328,22 @@ class Steps:
         signal, deviation = level.sqrt(), (1 - level).sqrt()
         targets = {"epsilon": noise, "sample": x0, "v_prediction": signal * noise - deviation * x0}
         return signal * x0 + deviation * noise, targets[self.prediction_type]
+
+    def denoised(self, model_output: Tensor, sample: Tensor, index: Tensor) -> Tensor:
+        """Returns the x0 that a model predicts, without clamps: the inverse of `noised` for its target.
+
+        Args:
+            model_output, sample: [B, ...], the sample before the step.
+            index: [B], the step of each row.
+
+        Returns:
+            [B, ...], in float32 or more.
+        """
+        output, x = _at_least_float32(model_output), _at_least_float32(sample)
+        level = along(self.before[index.cpu()].to(x.dtype), x)
+        if self.is_flow:
+            return x - level * output
+        return x0_and_epsilon(output, x, level, prediction_type=self.prediction_type)[0]
 
     @cached_property
     def is_random(self) -> Tensor:

@@ -240,10 +240,12 @@ def noised_pairs(
     """
     if any(isinstance(leaf, Tensor) and leaf.shape[1] > 1 for leaf in tree_leaves(path.conditions)):
         raise ValueError(
-            "This pipeline's conditions depend on the latents of each step, which reward-weighted regression samples "
-            "anew. Use estimator='is'."
+            "This pipeline's conditions depend on the latents of each step, and a regression noises the last latents "
+            "anew. Use DDPO with estimator='is'."
         )
     images = path.latents[rows, -1].to(path.first.dtype).to(device)
     noise = torch.randn(images.shape, generator=generator).to(device)
     noised, target = path.schedule.steps.noised(images.float(), noise, steps)
-    return replace(sampled_pairs(path, device, rows, steps), latents=noised.to(images.dtype), next_latents=target)
+    pairs = sampled_pairs(path, device, rows, torch.zeros_like(steps))  # for their conditions, equal at all steps
+    times = path.schedule.steps.timesteps[steps]
+    return replace(pairs, latents=noised.to(images.dtype), timesteps=times, next_latents=target)
