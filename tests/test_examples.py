@@ -21,6 +21,7 @@ LAST_WORDS = {
     "tool_use": rf"accuracy on 64 held-out products: {NUMBER} -> {NUMBER}",
     "alignprop": rf"update 2: reward {NUMBER}",
     "diffusion_dpo": rf"brightness {NUMBER} before, {NUMBER} after",
+    "diffusion_nft": rf"reward {NUMBER} before, {NUMBER} after",
     "ddpo": rf"epoch 2: \d+ updates, reward {NUMBER} kB",
 }
 OUTSIDE = {

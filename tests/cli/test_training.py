@@ -136,6 +136,18 @@ def test_ddpo_evaluates_on_the_prompts_of_another_file(place, capsys, monkeypatc
     assert evaluated == [[("a green", {"hue": "warm"}), ("a blue", {"hue": "warm"})]]
 
 
+def test_nft_trains_a_pipeline_on_the_prompts_of_a_file(place, capsys):
+    tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
+    Path("drawings.txt").write_text("a red cat\na blue dog\n")
+    sizes = ("--sample_num_steps=2", "--sample_batch_size=2", "--group_size=2", "--train_batch_size=2")
+    words = ("--dataset=drawings.txt", "--reward=rewards.py:warmth", "--num_epochs=1", "--mixed_precision=no")
+    updates = ("--train_gradient_accumulation_steps=1", "--lora_rank=0")
+    first, last = run("nft", *words, *sizes, *updates, capsys=capsys, model="pipeline")
+    assert first.startswith("after 0 updates: mean reward ")
+    assert last == 'The model is in runs/nft. Load it: DiffusionPipeline.from_pretrained("runs/nft")'
+    assert Path("runs/nft/unet/diffusion_pytorch_model.safetensors").exists()
+
+
 def test_align_prop_follows_the_gradient_of_a_reward(place, capsys):
     tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     Path("drawings.txt").write_text("a red cat\na blue dog\n")
@@ -177,6 +189,7 @@ def test_diffusion_dpo_learns_from_a_folder_of_pictures_with_captions(place, cap
     [
         ("align-prop", "brightness", "reward_function returned a Tensor without a gradient."),
         ("align-prop", "broken", "What reward_function returned has nan for image 0"),
+        ("nft", "broken", "What reward_function returned has nan for image 0"),
         ("ddpo", "broken", "What reward_function returned has nan for image 0"),
     ],
 )
@@ -185,6 +198,12 @@ def test_a_reward_that_cannot_be_used_ends_in_one_line(place, capsys, command, r
     Path("drawings.txt").write_text("a red cat\na blue dog\n")
     sizes = {
         "align-prop": ("--train_batch_size=2",),
+        "nft": (
+            "--sample_batch_size=2",
+            "--group_size=2",
+            "--train_gradient_accumulation_steps=1",
+            "--train_batch_size=2",
+        ),
         "ddpo": ("--sample_batch_size=2", "--train_batch_size=2", "--sample_num_batches_per_epoch=1"),
     }
     words = ("--dataset=drawings.txt", f"--reward=rewards.py:{reward}", "--num_epochs=1", "--mixed_precision=no")

@@ -195,28 +195,25 @@ def test_any_solver_samples(kind: str, solver: Any, use_lora: bool, tmp_path: Pa
 # The trainer
 
 
-@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ["epsilon", "sd3"])
-def test_rewards_rise(kind: str, use_lora: bool, tmp_path: Path):
+@pytest.mark.parametrize("kind", ["v", "sd3"])
+def test_rewards_rise(kind: str, tmp_path: Path):
     """For the same noise, by a deviation of the first rewards."""
     trained = trainer(
         tmp_path,
         BUILD[kind](),
-        use_lora=use_lora,
-        num_epochs=8,
         save_freq=100,
         sample_batch_size=24,
         group_size=24,
         sample_num_batches_per_epoch=1,
         train_batch_size=24,
         train_gradient_accumulation_steps=1,
-        train_learning_rate=3e-2 if use_lora else 3e-3,
+        train_learning_rate=3e-3,
     )
 
     def reward() -> torch.Tensor:
         return redness(trained.sample(["a cat"] * 24, tiny.generator(9))[0])
 
-    before, _ = reward(), trained.train()
+    before, _ = reward(), trained.train(8)
     assert reward().mean() > before.mean() + before.std()
 
 

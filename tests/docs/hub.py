@@ -12,7 +12,7 @@ from datasets import Dataset
 from tests.diffusion import tiny as tiny_diffusion
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from trimtab_diffusion import AlignPropConfig, DDPOConfig, DiffusionDPOConfig
+from trimtab_diffusion import AlignPropConfig, DDPOConfig, DiffusionDPOConfig, DiffusionNFTConfig
 from trimtab_diffusion.rewards import CLIP, AestheticHead
 from trimtab_lm import GRPOConfig, PPOConfig
 from trimtab_lm.hf.config import TrainerConfig
@@ -32,6 +32,14 @@ AT_MOST: dict[type, dict[str, Any]] = {
     PPOConfig: {"steps": 2},
     AlignPropConfig: {"num_epochs": 1, "sample_num_steps": 2, "train_batch_size": 2},
     DiffusionDPOConfig: {"num_epochs": 1, "train_batch_size": 2},
+    DiffusionNFTConfig: {
+        "num_epochs": 1,
+        "sample_num_steps": 2,
+        "sample_batch_size": 2,
+        "group_size": 2,
+        "train_batch_size": 2,
+        "train_gradient_accumulation_steps": 2,
+    },
     DDPOConfig: {
         "num_epochs": 1,
         "sample_num_steps": 2,

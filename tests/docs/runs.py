@@ -17,6 +17,8 @@ from trimtab_diffusion import (
     DDPOTrainer,
     DiffusionDPOConfig,
     DiffusionDPOTrainer,
+    DiffusionNFTConfig,
+    DiffusionNFTTrainer,
 )
 from trimtab_lm import (
     DPOConfig,
@@ -198,6 +200,21 @@ def diffusion_dpo(folder: Path) -> set[str]:
     return names
 
 
+def diffusion_nft(folder: Path) -> set[str]:
+    names: set[str] = set()
+    sizes = {"sample_num_steps": 2, "sample_batch_size": 2, "group_size": 2, "train_batch_size": 2}
+    config = DiffusionNFTConfig(
+        num_epochs=1, logdir=str(folder), mixed_precision="no", train_gradient_accumulation_steps=2, **sizes
+    )
+    trainer = DiffusionNFTTrainer(
+        config, lambda images, *_: images.mean((1, 2, 3)), lambda: ("a cat", {}), tiny_diffusion.stable_diffusion()
+    )
+    log = trainer.tracker.log
+    trainer.tracker.log = lambda stats, step: (names.update(stats), log(stats, step))
+    trainer.train()
+    return names
+
+
 RUNS: dict[str, Callable[[Path], set[str]]] = {
     "sft": sft,
     "reward": reward,
@@ -208,4 +225,5 @@ RUNS: dict[str, Callable[[Path], set[str]]] = {
     "ddpo": ddpo,
     "alignprop": alignprop,
     "diffusion-dpo": diffusion_dpo,
+    "diffusion-nft": diffusion_nft,
 }

@@ -14,6 +14,7 @@ NOT_IN_A_TINY_RUN = {
     "ppo": {HEALTH, "ppo/sampling/steps_behind", "ppo/policy/overflowed"},  # a fault; a vLLM server; fp16
     "grpo": {HEALTH, "sampling/steps_behind"},
     "ddpo": {HEALTH, "policy/overflowed"},
+    "diffusion-nft": {HEALTH, "policy/overflowed"},
     "alignprop": {HEALTH, "policy/overflowed"},
     "diffusion-dpo": {HEALTH, "policy/overflowed"},
 }

@@ -1,4 +1,4 @@
-"""`trimtab ddpo`, `align-prop` and `diffusion-dpo`: a diffusion pipeline from rewards, or from pairs of pictures."""
+"""`trimtab ddpo`, `nft`, `align-prop`, `diffusion-dpo`: a diffusion pipeline from rewards, or pairs of pictures."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,6 +21,8 @@ from trimtab_diffusion import (
     DefaultDDPOStableDiffusionPipeline,
     DiffusionDPOConfig,
     DiffusionDPOTrainer,
+    DiffusionNFTConfig,
+    DiffusionNFTTrainer,
 )
 from trimtab_diffusion.prompts import Metadata, Prompts
 from trimtab_diffusion.training.base import PipelineTrainer
@@ -33,6 +35,12 @@ ABOUT = """Learning from rewards of images. The dataset has a column `prompt` (o
 file); the reward function gets the others as metadata: reward(images, prompts, metadata) -> one number per image.
 
   trimtab ddpo --model stable-diffusion-v1-5/stable-diffusion-v1-5 --dataset prompts.txt \\
+      --reward trimtab_diffusion.rewards:jpeg_incompressibility --num_epochs 50"""
+ABOUT_NFT = """Learning from rewards of images by regression on noised samples, without log-probabilities. The
+dataset has a column `prompt` (or `text`); the reward function gets the others as metadata: reward(images, prompts,
+metadata) -> one number per image. The samples of a prompt, group_size, are compared with each other.
+
+  trimtab nft --model stable-diffusion-v1-5/stable-diffusion-v1-5 --dataset prompts.txt \\
       --reward trimtab_diffusion.rewards:jpeg_incompressibility --num_epochs 50"""
 ABOUT_GRADIENT = """Learning from the gradient of a reward of images, through the denoising steps. The dataset
 has a column `prompt` (or `text`); reward(images, prompts, metadata) -> one number per image, differentiable in the
@@ -144,6 +152,18 @@ def ddpo(argv: Sequence[str]) -> int:
     )
 
 
+def nft(argv: Sequence[str]) -> int:
+    """Train a diffusion pipeline from rewards, by regression on noised samples."""
+    return _train(
+        "nft",
+        argv,
+        RewardArguments,
+        DiffusionNFTConfig,
+        lambda run, config: DiffusionNFTTrainer(config, run.function(), run.prompts(), pipeline_of(run), report),
+        ABOUT_NFT,
+    )
+
+
 def align_prop(argv: Sequence[str]) -> int:
     """Train a diffusion pipeline by the gradient of a reward."""
     return _train(
@@ -220,7 +240,7 @@ def report_batch(batch: dict[str, Any], updates: int, tracker: object) -> None:
 
 
 def report(batches: list[list[Any]], updates: int, tracker: object) -> None:
-    """Print the mean reward of an epoch's images on the main process; the `image_samples_hook` of DDPOTrainer."""
+    """Print the mean reward of an epoch's images on the main process; the `image_samples_hook` of the trainers."""
     if PartialState().is_main_process:
         rewards = torch.cat([torch.as_tensor(rewards) for _, _, _, rewards, _ in batches])
         print(f"after {updates} updates: mean reward {float(rewards.mean()):.4g}", flush=True)

@@ -33,6 +33,7 @@ TRAINING = {
     "ppo": Command("trimtab_cli.train", "ppo", "PPO with a value head, from prompts and rewards"),
     "iterative-sft": Command("trimtab_cli.raft", "iterative_sft", "fine-tuning on the best of n samples (RAFT)"),
     "ddpo": Command("trimtab_cli.ddpo", "ddpo", "DDPO of a diffusion pipeline, from rewards"),
+    "nft": Command("trimtab_cli.ddpo", "nft", "DiffusionNFT of a pipeline, from rewards, without log-probabilities"),
     "align-prop": Command("trimtab_cli.ddpo", "align_prop", "AlignProp of a pipeline, from a reward's gradient"),
     "diffusion-dpo": Command("trimtab_cli.ddpo", "diffusion_dpo", "Diffusion-DPO, from pairs of pictures"),
 }
@@ -42,7 +43,7 @@ OTHERS = {
     "memory": Command("trimtab_cli.memory", "main", "what each GPU would hold in a training, per engine"),
 }
 COMMANDS = TRAINING | OTHERS
-NEEDED = dict.fromkeys(("ddpo", "align-prop", "diffusion-dpo"), "trimtab_diffusion")
+NEEDED = dict.fromkeys(("ddpo", "nft", "align-prop", "diffusion-dpo"), "trimtab_diffusion")
 """Packages that subcommands need besides those that this one depends on."""
 HELP = {"-h", "--help", "--help-all"}
 
