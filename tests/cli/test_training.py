@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
 from tests.cli.conftest import write_rows
@@ -285,4 +286,25 @@ def test_a_file_that_is_no_json_is_named_with_its_fault(place, capsys):
 
 def test_a_folder_of_an_adapter_is_no_model_to_train(place, capsys):
     run("sft", *COMMANDS["sft"], "--lora_r=2")
-    assert "holds an adapter" in error_of(["dpo", "--model=runs/sft", "--dataset=pairs"], capsys)
+    line = error_of(["dpo", "--model=runs/sft", "--dataset=pairs"], capsys)
+    assert line.endswith("Merge it: trimtab merge runs/sft NEW_FOLDER.")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("sft", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)]
+)
+def test_a_merged_model_computes_what_base_and_adapter_compute(name, kind, place, capsys):
+    run(name, *COMMANDS[name], "--lora_r=2")
+    assert main(["merge", f"runs/{name}", "whole"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "The model is in whole."
+    options = {"num_labels": 1} if name == "reward" else {}
+    adapted = PeftModel.from_pretrained(kind.from_pretrained("model", **options), f"runs/{name}").eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    whole = kind.from_pretrained("whole").eval()
+    torch.testing.assert_close(whole(ids).logits, adapted(ids).logits)
+    base = kind.from_pretrained("model", **options).eval()
+    assert (whole.transformer(ids)[0] - base.transformer(ids)[0]).abs().max() > 1e-4
+    assert AutoTokenizer.from_pretrained("whole").get_vocab() == tiny.tokenizer().get_vocab()
+    assert main(["merge", f"runs/{name}", "whole"]) == 2
+    assert "whole has files" in capsys.readouterr().err
+    assert main(["merge", "model", "new"]) == 2

@@ -40,6 +40,7 @@ TRAINING = {
 OTHERS = {
     "sweep": Command("trimtab_cli.sweep.command", "main", "run a W&B sweep file, without a server"),
     "chat": Command("trimtab_cli.chat", "main", "talk to a model, beside its reference"),
+    "merge": Command("trimtab_cli.merge", "main", "an adapter and its base model as one model"),
     "memory": Command("trimtab_cli.memory", "main", "what each GPU would hold in a training, per engine"),
 }
 COMMANDS = TRAINING | OTHERS

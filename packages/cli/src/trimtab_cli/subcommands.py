@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
@@ -17,7 +18,7 @@ import transformers
 from datasets import Dataset
 from datasets.exceptions import DatasetsError
 from peft import LoraConfig
-from transformers import AutoConfig, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.utils import is_bitsandbytes_available
 
 from trimtab_common.config import Count, CountFromZero, Positive, parse_config, setting
@@ -25,6 +26,8 @@ from trimtab_common.reward_checks import RewardError
 from trimtab_common.run_record import folder_of_trial
 from trimtab_common.sealing import CheckpointError, latest_checkpoint
 from trimtab_lm.data.prompts import open_dataset
+
+from .rows import columns_of_words, recognized, tokenizer_of, with_columns
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 DURING_TRAINING = (CheckpointError, RewardError)
@@ -38,6 +41,14 @@ class RunConfig:
     model: str = setting("Hub id or folder of the model to train.")
     dataset: str = setting("Hub id, folder or file (.jsonl, .json, .csv, .parquet, .txt) of the training data.")
     split: str = setting("Split to train on, or a part of it, such as train[:90%].", default="train")
+    columns: dict[str, str] | str | None = setting(
+        "New names of the dataset's columns, such as prompt=question,completion=answer.", default=None
+    )
+    chat_template: str | None = setting(
+        "Chat template of the tokenizer: a file, chatml, or the hub id or folder of a model that has one. None: its "
+        "own.",
+        default=None,
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "Type of the loaded weights. auto: the checkpoint's.", default="auto"
     )
@@ -56,10 +67,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         refuse_missing_path(self.model)
         refuse_missing_path(self.dataset)
+        if isinstance(self.columns, str):
+            self.columns = columns_of_words(self.columns)
         if (Path(self.model) / "adapter_config.json").is_file():
             raise ValueError(
                 f"model={self.model} holds an adapter, and a whole model is needed. Merge it: "
-                "AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(new_folder)."
+                f"trimtab merge {self.model} NEW_FOLDER."
             )
         if not self.lora_r and (self.lora_alpha or self.lora_target_modules):
             raise ValueError("lora_alpha and lora_target_modules are settings of adapters. Set lora_r, such as 16.")
@@ -71,8 +84,14 @@ class RunConfig:
             raise ValueError('load_in_4bit=True needs bitsandbytes: pip install "trimtab-lm[quantization]".')
 
     def rows(self, split: str | None = None) -> Dataset:
-        """The rows of a split of the dataset; None: those to train on."""
-        return open_dataset(self.dataset, split or self.split)
+        """The rows of a split of the dataset, in a format of the trainers; None: those to train on."""
+        rows = open_dataset(self.dataset, split or self.split)
+        return recognized(with_columns(rows, self.columns) if self.columns else rows, self.tokenizer)  # type: ignore[arg-type]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, with the chat template."""
+        return tokenizer_of(self.model, self.chat_template)
 
     def init_kwargs(self, others: Mapping[str, object] | None) -> dict[str, object]:
         """Arguments of `from_pretrained`: those of the trainer's configuration, and the type of the weights."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from transformers import AutoTokenizer, Trainer
+from transformers import Trainer
 
 from trimtab_common.seeding import set_seed
 from trimtab_lm import (
@@ -92,7 +92,8 @@ def train(
         held_out = None if evaluation.eval_split is None else run.rows(evaluation.eval_split)
         data = {"train_dataset": run.rows(), "eval_dataset": held_out}
         functions = [each.functions() for each in rewards]
-        trainer = kind(run.model, *functions, args=args, **data, peft_config=run.adapters(task))
+        options = {"processing_class": run.tokenizer} if run.chat_template else {}
+        trainer = kind(run.model, *functions, args=args, **data, peft_config=run.adapters(task), **options)
     with errors_in_one_line(name, DURING_TRAINING):
         trainer.train(checkpoint_of(run, args))
     if held_out is not None:
@@ -133,7 +134,7 @@ def ppo(argv: Sequence[str]) -> int:
         seq2seq, causal = AutoModelForSeq2SeqLMWithValueHead, AutoModelForCausalLMWithValueHead
         kind = seq2seq if run.is_encoder_decoder else causal
         model = kind.from_pretrained(run.model, **run.init_kwargs(None), peft_config=run.adapters())
-        tokenizer = AutoTokenizer.from_pretrained(run.model)
+        tokenizer = run.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         trainer = PPOTrainer(config, model, tokenizer=tokenizer, dataset=run.rows())
     is_main = trainer.accelerator.is_main_process

@@ -100,7 +100,7 @@ def row_format(
     wanted = "; ".join(" + ".join(choice) for choices in sets.values() for choice in choices)
     raise ValueError(
         f"{needed_for} cannot read a dataset with the columns {present}. It needs one of: {wanted}. Rename the "
-        "columns, or create them with dataset.map."
+        "columns: --columns prompt=question,completion=answer on the command line, or dataset.map."
     )
 
 

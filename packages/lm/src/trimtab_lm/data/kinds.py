@@ -28,6 +28,15 @@ def check_texts(*kinds: str, **values: object) -> None:
             check_messages(cast(Sequence[object], value))
 
 
+def require_template(template: object) -> None:
+    """Raises ValueError unless there is a chat template, by which a conversation becomes a text."""
+    if not template:
+        raise ValueError(
+            "This is a conversation, and the tokenizer has no chat template, as those of base models. Set one: "
+            "--chat_template chatml, FILE or MODEL on the command line; tokenizer.chat_template = ... in Python."
+        )
+
+
 def _is_conversation(value: object) -> bool:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return False

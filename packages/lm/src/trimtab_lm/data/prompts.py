@@ -268,7 +268,7 @@ def as_queries(
     if column is None:
         raise ValueError(
             f"The dataset has the columns {dataset.column_names}, and none of input_ids, query or prompt. "
-            "Rename the column with the prompts to 'query'."
+            "Rename the column with the prompts to 'query' (--columns query=... on the command line)."
         )
     options: dict[str, Any] = {"is_encoder_decoder": is_encoder_decoder, "needed_for": "PPO", "num_proc": num_proc}
     rows = tokenize_prompts(dataset, tokenizer, column=column, into="input_ids", **options)

@@ -1,7 +1,6 @@
 """From texts and conversations to token ids: pure functions of one row and a tokenizer.
 
-Three rules hold everywhere:
-
+Three rules hold everywhere.
 - A prompt and its answer are tokenized together and then split by character offsets. A token that spans the border
   belongs to the answer.
 - The tokenizer adds BOS to plain text by its own rule. It adds nothing to text that a chat template wrote.
@@ -22,7 +21,7 @@ from typing import NamedTuple, TypeAlias, cast
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Conversation, Row, TemplateSettings, Text, Tools, common_length, preference_parts
-from trimtab_lm.data.kinds import check_texts
+from trimtab_lm.data.kinds import check_texts, require_template
 
 Columns: TypeAlias = dict[str, list[int]]
 """Token ids and masks of one row, by the names of their columns."""
@@ -298,12 +297,13 @@ def renderer(
     tokenizer: PreTrainedTokenizerBase, tools: Tools | None, chat_template_kwargs: TemplateSettings | None
 ) -> Render:
     """Returns the function that writes messages by the tokenizer's chat template."""
-    write = cast(Callable[..., str], tokenizer.apply_chat_template)
     settings = {"tools": tools, "tokenize": False, **(chat_template_kwargs or {})}
+    require_template(settings.get("chat_template") or tokenizer.chat_template)
 
     def render(messages: Conversation, *, add_generation_prompt: bool = False) -> str:
         check_texts("messages", conversation=messages)
-        return write(list(messages), add_generation_prompt=add_generation_prompt, **settings)
+        options = {**settings, "add_generation_prompt": add_generation_prompt}
+        return cast(str, tokenizer.apply_chat_template(list(messages), **options))
 
     return render
 

@@ -1,0 +1,67 @@
+"""`trimtab merge ADAPTER FOLDER`: an adapter and its base model as one model."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from trimtab_common.compat.noise import expecting_new_head
+from trimtab_lm.models.loading import load_model
+
+from .subcommands import refuse_missing_path
+
+PROGRAM = "trimtab merge"
+ABOUT = """Adds an adapter's weights to those of its base model, and saves the whole model with the tokenizer.
+
+  trimtab merge runs/lora runs/whole"""
+KINDS: dict[str | None, Any] = {
+    "SEQ_2_SEQ_LM": AutoModelForSeq2SeqLM,
+    "SEQ_CLS": AutoModelForSequenceClassification,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Merge the adapter that the words name; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("adapter", metavar="ADAPTER", help="hub id or folder of an adapter")
+    parser.add_argument("folder", metavar="FOLDER", help="where the model goes; a folder that is new or empty")
+    flags = parser.parse_args(argv)
+    try:
+        merge(flags.adapter, Path(flags.folder))
+    except (OSError, ValueError) as error:
+        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(f"The model is in {flags.folder}.")
+    return 0
+
+
+def merge(adapter: str, folder: Path) -> None:
+    """Writes the model that an adapter and its base model make together, and the adapter's tokenizer.
+
+    Args:
+        adapter: hub id or folder.
+        folder: new or empty.
+
+    Raises:
+        ValueError: the folder has files, or `adapter` is no adapter.
+    """
+    refuse_missing_path(adapter)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} has files. Name a folder that is new or empty.")
+    task = PeftConfig.from_pretrained(adapter).task_type
+    kwargs: dict[str, Any] = {"dtype": "auto", **({"num_labels": 1} if task == "SEQ_CLS" else {})}
+    with expecting_new_head():
+        model = load_model(KINDS.get(task, AutoModelForCausalLM), adapter, (), kwargs, is_trainable=False, hub={})
+    model.merge_and_unload().save_pretrained(folder)  # type: ignore[operator]
+    AutoTokenizer.from_pretrained(adapter).save_pretrained(folder)
