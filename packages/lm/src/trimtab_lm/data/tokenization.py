@@ -302,8 +302,8 @@ def renderer(
 
     def render(messages: Conversation, *, add_generation_prompt: bool = False) -> str:
         check_texts("messages", conversation=messages)
-        options = {**settings, "add_generation_prompt": add_generation_prompt}
-        return cast(str, tokenizer.apply_chat_template(list(messages), **options))
+        write = cast(Callable[..., str], tokenizer.apply_chat_template)
+        return write(list(messages), add_generation_prompt=add_generation_prompt, **settings)
 
     return render
 
