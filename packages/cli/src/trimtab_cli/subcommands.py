@@ -54,12 +54,8 @@ class RunConfig:
     )
     lora_r: CountFromZero = setting("Train LoRA adapters of this rank. 0: train all weights.", default=0)
     lora_alpha: Positive | None = setting("Scale of the adapters, over their rank. None: 2 x lora_r.", default=None)
-    lora_target_modules: list[str] | None = setting(
-        "Names of the layers that get adapters. None: all linear layers.", default=None
-    )
-    load_in_4bit: bool = setting(
-        "Keep the weights under the adapters in 4 bits (NF4, QLoRA); needs bitsandbytes.", default=False
-    )
+    lora_target_modules: list[str] | None = setting("Layers that get adapters. None: all linear layers.", default=None)
+    load_in_4bit: bool = setting("Keep the weights under adapters in 4 bits (NF4); needs bitsandbytes.", default=False)
     resume_from: str | None = setting(
         "Checkpoint to go on from: its folder, or latest, the newest in output_dir if there is one.", default=None
     )

@@ -15,7 +15,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from trimtab_common.config import to_flat_dict
@@ -81,7 +80,7 @@ class RunRecord:
     def check_folder(self, root: str | Path) -> None:
         """Raises CheckpointError if the folder holds checkpoints of another run."""
         complete = [folder for folder in checkpoints(root).values() if is_complete(folder)]
-        others = [folder for folder in complete if _run_id(folder) != self.id]
+        others = [folder for folder in complete if read_manifest(folder).get("run", {"id": ""})["id"] != self.id]
         if others:
             raise CheckpointError(
                 f"{root} holds {', '.join(folder.name for folder in others[:4])} of another run, whose checkpoints "
@@ -161,15 +160,8 @@ def layout_fingerprint(model: nn.Module) -> str:
 
 
 def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_as_json).encode()).hexdigest()[:16]
-
-
-def _as_json(value: object) -> object:
-    return value.tolist() if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _run_id(folder: Path) -> str:
-    return read_manifest(folder).get("run", {"id": ""})["id"]
+    text = json.dumps(value, sort_keys=True, default=lambda one: getattr(one, "tolist", lambda: type(one).__name__)())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _differences(saved: RunRecord, current: RunRecord) -> list[tuple[str, object, object]]:

@@ -3,19 +3,12 @@
 import copy
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
-import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 Model: TypeAlias = PreTrainedModel | PeftModel
 """A transformers model, with or without PEFT adapters around it."""
@@ -34,23 +27,6 @@ ModelInputs: TypeAlias = dict[str, Any]
 
 Forward: TypeAlias = Callable[..., Any]
 """A model's forward: takes `ModelInputs` by keyword and returns a transformers ModelOutput."""
-
-
-class SamplingModel(Protocol):
-    """A model that generates text: a transformers model with an LM head, a PeftModel, or a value-head wrapper.
-
-    `PreTrainedModel` does not declare `generate`; cast a model that is known to have it.
-    """
-
-    generation_config: GenerationConfig
-
-    @property
-    def config(self) -> PreTrainedConfig: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def base_of(model: Model) -> PreTrainedModel:

@@ -59,13 +59,8 @@ class ShuffledBatches(Sampler[list[int]]):
             )
         self.per_batch = batch_size * world_size
         self.per_epoch = max(rows // self.per_batch, 1)
-        self.rows, self.batch_size, self.seed, self.rank, self.world_size = (
-            rows,
-            batch_size,
-            seed,
-            rank,
-            world_size,
-        )
+        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self.rank, self.world_size = rank, world_size
         self.epoch, self.taken = -1, self.per_epoch
         self._is_resumed = False
         self._order: tuple[int, list[int]] | None = None  # of the epoch of the last batch, with its number

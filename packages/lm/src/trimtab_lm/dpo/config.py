@@ -35,9 +35,7 @@ class DPOConfig(TrainerConfig):
         "DPOTrainer with its own dpo_loss takes any name.",
         default="sigmoid",
     )
-    loss_weights: list[float] | None = setting(
-        "One weight for each loss of loss_type; they need not sum to 1. None: 1 each.", default=None
-    )
+    loss_weights: list[float] | None = setting("Weights of the losses, of any sum. None: 1 each.", default=None)
     reference_free: bool = setting(
         "Measure against a reference that gives all answers the same probability; no reference model.", default=False
     )
@@ -49,9 +47,7 @@ class DPOConfig(TrainerConfig):
         "first, though not below half of max_length, then the answers. None: no limit.",
         default=None,
     )
-    max_prompt_length: Count | None = setting(
-        "Prompt, cut before anything else. None: no limit of its own.", default=None
-    )
+    max_prompt_length: Count | None = setting("Prompt, cut before anything else. None: no own limit.", default=None)
     max_target_length: Count | None = setting("Answers. None: no limit of their own.", default=None)
     truncation_mode: str = setting(
         "What is kept of a prompt or an answer that is too long: keep_end (and the prompt's BOS) or keep_start (and "
@@ -60,7 +56,7 @@ class DPOConfig(TrainerConfig):
     )
     label_pad_token_id: int = setting("Marks, in the labels, what does not count. Negative.", default=-100)
     padding_value: CountFromZero | None = setting(
-        "Token that pads. None: the tokenizer's pad token, else its EOS.", default=None
+        "Padding token. None: the tokenizer's pad token, or EOS.", default=None
     )
     is_encoder_decoder: bool | None = setting(
         "What kind of model it is; only needed to be certain: training stops if the model is of the other kind.",
@@ -93,9 +89,7 @@ class DPOConfig(TrainerConfig):
         default=False,
     )
     num_eval_samples: Count = setting("Prompts of that table.", default=8)
-    max_new_tokens: Count = setting(
-        "Longest answer in that table; less where the model has fewer positions.", default=128
-    )
+    max_new_tokens: Count = setting("Longest answer in that table; less if the model has fewer positions.", default=128)
     generation_kwargs: dict[str, object] | None = setting(
         "Settings of generation for that table, such as temperature. None: samples of the model's own distribution.",
         default=None,
@@ -108,13 +102,34 @@ class DPOConfig(TrainerConfig):
         self.loss_type = self.loss_type or "sigmoid"
         self.refuse_label_smoothing("DPO")
         self._check_settings()
-        self._check_reference()
-        self._check_evaluation()
+        names = ("precompute_ref_log_probs", "ref_adapter_name", "ref_model_init_kwargs")
+        given = [name for name in names if getattr(self, name)]
+        if self.reference_free and given:
+            raise ValueError(f"reference_free=True has no reference, so {', '.join(given)} mean nothing. Choose one.")
+        if self.ref_adapter_name is not None and self.ref_adapter_name == self.model_adapter_name:
+            raise ValueError(
+                f"model_adapter_name and ref_adapter_name are both {self.ref_adapter_name!r}: the reference would move "
+                "with the policy. Load its adapter a second time, under another name."
+            )
+        if self.ref_log_probs_cache is not None and not self.precompute_ref_log_probs:
+            raise ValueError("ref_log_probs_cache is where precomputed numbers lie: set precompute_ref_log_probs=True.")
+        if self.generation_kwargs and not self.generate_during_eval:
+            raise ValueError("generation_kwargs are for the table of samples: set generate_during_eval=True.")
+        if "inputs" in self.include_for_metrics:
+            raise ValueError(
+                "include_for_metrics=['inputs'] is not possible: several pairs share a row of DPO's inputs. Take what "
+                "compute_metrics needs from the data set, whose order evaluation keeps."
+            )
 
     @property
     def has_own_loss(self) -> bool:
         """Whether loss_type is a name that only a replaced method of DPOTrainer can know."""
         return isinstance(self.loss_type, str) and self.loss_type not in LOSSES
+
+    @property
+    def cache_folder(self) -> Path:
+        """Folder of precomputed log-probabilities; not pushed to the hub."""
+        return Path(self.ref_log_probs_cache or Path(str(self.output_dir)) / "_ref_log_probs")
 
     def with_setting(self, name: str, value: object) -> "DPOConfig":
         """A checked copy with another value for a setting of the losses or of the tokenization."""
@@ -129,14 +144,6 @@ class DPOConfig(TrainerConfig):
             numbers = {"beta": self.beta, "label_smoothing": self.label_smoothing}
             check_losses(self.loss_type, self.loss_weights, **numbers)
         check_mode(self.truncation_mode)
-        self._check_numbers()
-
-    @property
-    def cache_folder(self) -> Path:
-        """Folder of precomputed log-probabilities; not pushed to the hub."""
-        return Path(self.ref_log_probs_cache or Path(str(self.output_dir)) / "_ref_log_probs")
-
-    def _check_numbers(self) -> None:
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length={self.max_length} leaves no room for a prompt and an answer. Use at least 2.")
         if self.max_length is not None and (self.max_prompt_length or 0) >= self.max_length:
@@ -148,26 +155,4 @@ class DPOConfig(TrainerConfig):
             raise ValueError(
                 f"label_pad_token_id={self.label_pad_token_id} can be the id of a token, such as EOS, which would then "
                 "not count where it stands in an answer. Use a negative number; the default is -100."
-            )
-
-    def _check_reference(self) -> None:
-        names = ("precompute_ref_log_probs", "ref_adapter_name", "ref_model_init_kwargs")
-        given = [name for name in names if getattr(self, name)]
-        if self.reference_free and given:
-            raise ValueError(f"reference_free=True has no reference, so {', '.join(given)} mean nothing. Choose one.")
-        if self.ref_adapter_name is not None and self.ref_adapter_name == self.model_adapter_name:
-            raise ValueError(
-                f"model_adapter_name and ref_adapter_name are both {self.ref_adapter_name!r}: the reference would move "
-                "with the policy. Load its adapter a second time, under another name."
-            )
-        if self.ref_log_probs_cache is not None and not self.precompute_ref_log_probs:
-            raise ValueError("ref_log_probs_cache is where precomputed numbers lie: set precompute_ref_log_probs=True.")
-
-    def _check_evaluation(self) -> None:
-        if self.generation_kwargs and not self.generate_during_eval:
-            raise ValueError("generation_kwargs are for the table of samples: set generate_during_eval=True.")
-        if "inputs" in self.include_for_metrics:
-            raise ValueError(
-                "include_for_metrics=['inputs'] is not possible: several pairs share a row of DPO's inputs. Take what "
-                "compute_metrics needs from the data set, whose order evaluation keeps."
             )

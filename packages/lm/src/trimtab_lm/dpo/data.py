@@ -324,7 +324,3 @@ class Datasets:
         if cache.reference.model is not trainer.model and not cache.reference.is_policy:
             placed(cache.reference.model, "cpu")  # it leaves its memory to training
         return dataset
-
-    def without_reference(self, dataset: Any) -> Any:
-        """The pairs of a prepared dataset without what is computed again where its cache is gone."""
-        return dataset if self.cache is None or dataset is None else dataset.remove_columns([*REFERENCE_COLUMNS])

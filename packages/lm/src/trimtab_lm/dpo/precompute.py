@@ -70,7 +70,11 @@ class ReferenceCache:
             )
         file = self.folder / f"{self._key(dataset, code or '')}.safetensors"
         if code is not None and all(gather_over_ranks(file.is_file())):
-            columns = _read(file)
+            try:
+                tensors = load_file(file)
+            except SafetensorError as error:
+                raise ValueError(f"{file} is not readable ({error}). Delete it: it will be computed again.") from error
+            columns = tensors["chosen"].tolist(), tensors["rejected"].tolist()
         else:
             self._require_unchanged(len(dataset))
             columns = score_dataset(dataset, score, collate, batch_size=batch_size, rank=rank)
@@ -151,11 +155,3 @@ def score_dataset(
         found |= dict(zip(own, zip(chosen.tolist(), rejected.tolist(), strict=True), strict=True))
     everything = {i: pair for part in gather_over_ranks(found) for i, pair in part.items()}
     return [everything[i][0] for i in range(len(rows))], [everything[i][1] for i in range(len(rows))]
-
-
-def _read(file: Path) -> Columns:
-    try:
-        tensors = load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not readable ({error}). Delete it: it will be computed again.") from error
-    return tensors["chosen"].tolist(), tensors["rejected"].tolist()

@@ -150,7 +150,9 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
     def open_run(self, resume_from_checkpoint: Any, trial: Trial = None) -> str | None:
         """Begin a run, or resume one; its data are the pairs without the reference's log-probabilities."""
         self.datasets.update()
-        data = self.datasets.without_reference(self.train_dataset)
+        data: Any = self.train_dataset
+        if self.datasets.cache is not None and data is not None:
+            data = data.remove_columns([*REFERENCE_COLUMNS])  # they are computed again where the cache is gone
         return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=trial is not None)
 
     def get_train_dataloader(self) -> DataLoader[Batch]:

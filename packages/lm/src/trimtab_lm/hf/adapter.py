@@ -229,7 +229,10 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         shard_model(self)
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         check_evaluated(output.num_samples)
-        metrics = with_statistics(output.metrics or {}, self.statistics(training=False), prefix=prefix)
+        recorded = {f"{prefix}_{name}": value for name, value in self.statistics(training=False).items()}
+        metrics = recorded | (output.metrics or {})
+        if (loss := f"{prefix}_loss") in recorded:  # compute_metrics may replace a statistic, but not the loss
+            metrics[loss] = recorded[loss]
         self.log_samples(dataloader, prefix)
         reshard(self.model)
         return output._replace(metrics=metrics)
@@ -357,12 +360,6 @@ def real_rows(trainer: AnyTrainer) -> int | None:
         return None
     rows = trainer.args.eval_batch_size // (accelerator.num_processes if accelerator.split_batches else 1)
     return min(max(state.remainder - accelerator.process_index * rows, 0), rows)
-
-
-def with_statistics(metrics: Mapping[str, float], stats: Mapping[str, float], *, prefix: str) -> dict[str, float]:
-    """Metrics of an evaluation with its statistics, which compute_metrics may replace; but the loss is ours."""
-    recorded = {f"{prefix}_{name}": value for name, value in stats.items()}
-    return {**recorded, **metrics, **{name: recorded[name] for name in recorded if name == f"{prefix}_loss"}}
 
 
 def shard_model(trainer: AnyTrainer) -> None:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -11,10 +11,6 @@ from torch import nn
 from transformers import Trainer
 
 Method = Callable[..., Any]
-
-
-def _log(trainer: Any, method: Method, logs: dict[str, float], start_time: float | None = None) -> None:
-    method(logs)
 
 
 def _training_step(trainer: Any, method: Method, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -51,7 +47,7 @@ def _get_batch_samples(trainer: Any, method: Method, *args: Any, **kwargs: Any) 
 
 FITTED: dict[str, tuple[int, Callable[..., Any]]] = {
     "compute_loss": (3, _compute_loss),
-    "log": (1, _log),
+    "log": (1, lambda trainer, method, logs, start_time=None: method(logs)),
     "training_step": (2, _training_step),
     "get_batch_samples": (2, _get_batch_samples),
 }
@@ -73,8 +69,8 @@ class HooksOf2024(Trainer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FITTED and callable(value):
-            unbound = partial(_without_trainer, value)
-            fitted = _fitted(name, unbound, parameters=FITTED[name][0], shown=value)
+            options = {"parameters": FITTED[name][0], "shown": value}
+            fitted = _fitted(name, lambda _, *args, **kwargs: value(*args, **kwargs), **options)
             value = value if fitted is value else MethodType(fitted, self)
         super().__setattr__(name, value)
 
@@ -96,10 +92,6 @@ def predictions_of(outputs: Any, *, are_needed: bool) -> tuple[Any, Any]:
             "compute_loss return them with return_outputs=True, or replace prediction_step as well."
         )
     return known.get("predictions"), known.get("labels")
-
-
-def _without_trainer(method: Method, trainer: object, *args: Any, **kwargs: Any) -> Any:
-    return method(*args, **kwargs)
 
 
 def _fitted(name: str, method: Method, *, parameters: int, shown: Method | None = None) -> Method:

@@ -46,8 +46,13 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
         return (batch["labels"][:, 0 if self.is_encoder_decoder else 1 :] != -100).sum()
 
     def without_repetitions(self, batch: Batch, real_rows: int | None) -> Batch:
-        """A batch in which only labels of the first `real_rows` rows count; None: all rows."""
-        return labels_of_real_rows(batch, real_rows)
+        """A batch in which only labels of the first `real_rows` rows count: by the column `row`, or else row by row."""
+        rest, labels = {name: value for name, value in batch.items() if name != "row"}, batch["labels"]
+        if real_rows is None:
+            return rest
+        row = batch.get("row", torch.arange(len(labels), device=labels.device)[:, None])
+        row = row if row.shape == labels.shape else row[:, :1]  # of an encoder: the decoder's rows are the same
+        return {**rest, "labels": labels.masked_fill(row >= real_rows, -100)}
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -74,8 +79,10 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
         inputs = self.without_repetitions(inputs, real_rows(self))
         loss, logits, labels = Trainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
         if not self.has_loss_of_logits:
-            stats = stats_of_logits(logits, labels, is_encoder_decoder=self.is_encoder_decoder)  # type: ignore[arg-type]
-            self.recorder.add(stats, training=False)
+            whole: Tensor = logits[0] if isinstance(logits, tuple) else logits  # type: ignore[assignment]
+            tokens = from_labels(labels, is_encoder_decoder=self.is_encoder_decoder)  # type: ignore[arg-type]
+            scores = score_logits(whole.flatten(0, 1).index_select(0, tokens["source"]), tokens["targets"])
+            self.recorder.add(label_stats(scores), training=False)
         return loss, logits, labels
 
     def get_eval_dataloader(self, eval_dataset: DataSource | str | None = None) -> DataLoader[Batch]:
@@ -120,15 +127,6 @@ def label_stats(scores: TokenScores) -> dict[str, Mean]:
     return {"entropy": Mean.of(scores.entropy), "loss": Mean.of(scores.router_loss - scores.logprobs)}
 
 
-def stats_of_logits(
-    logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, is_encoder_decoder: bool
-) -> dict[str, Mean]:
-    """The same of logits [B, T, V], or of a tuple that begins with them."""
-    logits = logits[0] if isinstance(logits, tuple) else logits
-    tokens = from_labels(labels, is_encoder_decoder=is_encoder_decoder)
-    return label_stats(score_logits(logits.flatten(0, 1).index_select(0, tokens["source"]), tokens["targets"]))
-
-
 def numbered_rows(collate: Collate) -> Collate:
     """A collator of `input_ids` and `labels` that adds the column `row`: the row that each position comes from."""
 
@@ -140,14 +138,3 @@ def numbered_rows(collate: Collate) -> Collate:
         return {**collate(rows), "row": collate(numbers)["input_ids"]}
 
     return collated
-
-
-def labels_of_real_rows(batch: Batch, real_rows: int | None) -> Batch:
-    """A batch in which only labels of the first `real_rows` rows count: by the column `row`, or else row by row."""
-    if real_rows is None:
-        return {name: value for name, value in batch.items() if name != "row"}
-    labels = batch["labels"]
-    row = batch.get("row", torch.arange(len(labels), device=labels.device)[:, None])
-    row = row if row.shape == labels.shape else row[:, :1]  # of an encoder: the decoder's rows are the same
-    rest = {name: value for name, value in batch.items() if name != "row"}
-    return {**rest, "labels": labels.masked_fill(row >= real_rows, -100)}

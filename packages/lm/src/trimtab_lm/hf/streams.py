@@ -39,7 +39,7 @@ class Passes(torch.utils.data.IterableDataset[Batch]):
     def over(self, loader: DataLoader[Batch]) -> DataLoader[Batch]:
         """A loader of all passes, from the loader of one pass; a loader that knows its length is returned as it is."""
         self.loader = None if has_length(loader) else loader
-        return loader if self.loader is None else DataLoader(self, batch_size=None, collate_fn=_as_it_is)
+        return loader if self.loader is None else DataLoader(self, batch_size=None, collate_fn=lambda batch: batch)
 
     def __iter__(self) -> Iterator[Batch]:
         loader: Any = self.loader
@@ -79,7 +79,3 @@ def check_evaluated(num_rows: int | None) -> None:
     """Raises ValueError if an evaluation had no row."""
     if not num_rows:
         raise ValueError("There is no row to evaluate: a filter, or a limit such as max_length, leaves none.")
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -18,16 +18,12 @@ class IterativeSFTConfig(TrainerConfig):
     """
 
     max_length: int | None = setting("Tokens of a row; longer ones are cut. None: no limit.", default=None)
-    truncation_mode: str = setting(
-        "Which part of a row that is too long stays: keep_end or keep_start.", default="keep_end"
-    )
+    truncation_mode: str = setting("Which part of too long a row stays: keep_end or keep_start.", default="keep_end")
     optimize_device_cache: bool = setting(
         "Give unused accelerator memory back after each step: leaner beside other programs, slightly slower.",
         default=False,
     )
-    logging_steps: float = setting(
-        "Log every so many optimizer steps, or this part of max_steps if below 1.", default=10
-    )
+    logging_steps: float = setting("Log every so many optimizer steps; below 1, this part of max_steps.", default=10)
     # The documented defaults, where transformers 5 has others.
     bf16: bool | None = setting("Mixed precision in bfloat16.", default=None)  # type: ignore[assignment]
     optim: str = setting("The optimizer; see transformers.TrainingArguments.", default="adamw_torch")
@@ -35,12 +31,8 @@ class IterativeSFTConfig(TrainerConfig):
         "Trackers: wandb, tensorboard, all, ...; None or none: none.", default=None
     )
     fsdp: str | None = setting("FSDP sharding options; see transformers.TrainingArguments. Empty: no FSDP.", default="")
-    gradient_checkpointing: bool | None = setting(
-        "Compute activations again in backward, to save memory.", default=False
-    )
-    include_num_input_tokens_seen: str | bool = setting(
-        "Count the tokens seen in training: all, non_padding, or no.", default=False
-    )
+    gradient_checkpointing: bool | None = setting("Recompute activations in backward, to save memory.", default=False)
+    include_num_input_tokens_seen: str | bool = setting("Count tokens: all, non_padding, or no.", default=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -51,19 +51,10 @@ class PPOConfig(_Taken):
         "Tracker: aim, comet_ml, mlflow, tensorboard, wandb, clearml, dvclive, swanlab, trackio, none.", default=None
     )
     task_name: str | None = setting("Task, as a tag of the run in the tracker.", default=None)
-    model_name: str | None = setting(
-        "Hub id or folder of the policy, loaded if the trainer is given none.", default=None
-    )
-    query_dataset: str | None = setting(
-        "Hub id, folder or data file of the queries, loaded if the trainer is given no dataset.", default=None
-    )
-    reward_model: str | None = setting(
-        "Hub id or folder of a sequence classifier that scores in `train` if it is given no reward.",
-        default=None,
-    )
-    remove_unused_columns: bool = setting(
-        "Drop dataset columns other than the model's inputs, query, response and label.", default=True
-    )
+    model_name: str | None = setting("Hub id or folder of the policy, if the trainer is given none.", default=None)
+    query_dataset: str | None = setting("Hub id, folder or file of queries if the trainer is given none.", default=None)
+    reward_model: str | None = setting("Hub id or folder of a classifier to score if `train` gets none.", default=None)
+    remove_unused_columns: bool = setting("Drop columns other than model inputs, query, response, label.", default=True)
     tracker_kwargs: dict[str, Any] = setting("Arguments of wandb.init or SummaryWriter.", default_factory=dict)
     accelerator_kwargs: dict[str, Any] = setting("Arguments of accelerate.Accelerator.", default_factory=dict)
     project_kwargs: dict[str, Any] = setting(
@@ -77,9 +68,7 @@ class PPOConfig(_Taken):
     )
     steps: Count = setting("PPO steps of `train`.", default=20000)
     learning_rate: Positive = setting("Learning rate of Adam.", default=1e-5)
-    adap_kl_ctrl: bool = setting(
-        "Adapt the KL coefficient to `target`; otherwise it stays at init_kl_coef.", default=True
-    )
+    adap_kl_ctrl: bool = setting("Adapt the KL coefficient to `target`; else it stays at init_kl_coef.", default=True)
     init_kl_coef: NotNegative = setting("KL coefficient at the start.", default=0.2)
     kl_penalty: Literal["kl", "abs", "mse", "full", "k1", "k2", "k3"] = setting(
         "KL per token: kl = k1 (log-ratio), abs (its size), mse = k2 (half its square), k3, full (exact).",
@@ -104,22 +93,14 @@ class PPOConfig(_Taken):
         "Free unused accelerator memory after each step: leaves more to other programs, slightly slower.",
         default=False,
     )
-    early_stopping: bool = setting(
-        "End a step's updates when the policy has moved by more than 1.5 target_kl.", default=False
-    )
+    early_stopping: bool = setting("End a step's updates when the policy moved by over 1.5 target_kl.", default=False)
     target_kl: Positive = setting("KL(old policy, policy) in nats per token, for early_stopping.", default=1)
-    compare_steps: Count = setting(
-        "Steps between two looks for the best mean score, for push_to_hub_if_best_kwargs.", default=1
-    )
-    ratio_threshold: Positive = setting(
-        "Leave a minibatch out of the update if its mean ratio is above this.", default=10.0
-    )
+    compare_steps: Count = setting("Steps between looks for the best score, for push_to_hub_if_best_kwargs.", default=1)
+    ratio_threshold: Positive = setting("Leave a minibatch out of the update at a mean ratio above this.", default=10.0)
     use_score_scaling: bool = setting("Divide scores by their running standard deviation.", default=False)
     use_score_norm: bool = setting("Also subtract their running mean (needs use_score_scaling).", default=False)
     score_clip: Positive | None = setting("Clip scores to +- this, after scaling.", default=None)
-    whiten_rewards: bool = setting(
-        "Scale rewards to variance 1 before the advantages; their mean is kept.", default=False
-    )
+    whiten_rewards: bool = setting("Scale rewards to variance 1 before the advantages; keep their mean.", default=False)
     is_encoder_decoder: bool | None = computed("Filled in by the trainer from the model; an error if it differs.")
     is_peft_model: bool | None = computed("Filled in by the trainer from the model; an error if it differs.")
     backward_batch_size: int | None = computed("Responses per optimizer step on one process; computed.")
@@ -133,9 +114,7 @@ class PPOConfig(_Taken):
         "Subtracted from the score of a response that does not end with an end token.", default=None
     )
     output_dir: str | None = setting("Folder of checkpoints.", default=None)
-    save_steps: Count | None = setting(
-        "`train` saves a checkpoint every so many steps (needs output_dir).", default=None
-    )
+    save_steps: Count | None = setting("`train` saves a checkpoint every so many steps, in output_dir.", default=None)
     save_total_limit: Count | None = setting("Checkpoints kept; older ones are removed. None: all.", default=None)
     resume_with_changes: bool = setting(
         "Resume although settings or data differ from the checkpoint's, with a warning that lists them; else an error.",
@@ -242,7 +221,15 @@ class PPOConfig(_Taken):
                 f"{self.backward_batch_size} responses; a short last one would weigh its samples more. "
                 "Choose sizes whose product divides batch_size."
             )
-        self._count_epochs()
+        epochs = math.ceil(self.steps / self.batch_size)
+        if self.total_ppo_epochs not in (None, epochs) and not isinstance(self.total_ppo_epochs, _Computed):
+            warnings.warn(
+                f"PPOConfig(total_ppo_epochs={self.total_ppo_epochs}) has no effect: it is steps / batch_size = "
+                f"{epochs}. Set steps.",
+                FutureWarning,
+                stacklevel=3,
+            )
+        self.total_ppo_epochs = _Computed(epochs)
         if self.world_size is not None:
             self._compute("global_backward_batch_size", self.backward_batch_size * self.world_size)  # type: ignore[operator]
             self._compute("global_batch_size", self.batch_size * self.world_size)
@@ -253,17 +240,6 @@ class PPOConfig(_Taken):
             warnings.warn(f"PPOConfig({old}=...) is now {new}=...", FutureWarning, stacklevel=4)
             setattr(self, new, value)
             setattr(self, old, None)
-
-    def _count_epochs(self) -> None:
-        epochs = math.ceil(self.steps / self.batch_size)
-        if self.total_ppo_epochs not in (None, epochs) and not isinstance(self.total_ppo_epochs, _Computed):
-            warnings.warn(
-                f"PPOConfig(total_ppo_epochs={self.total_ppo_epochs}) has no effect: it is steps / batch_size = "
-                f"{epochs}. Set steps.",
-                FutureWarning,
-                stacklevel=4,
-            )
-        self.total_ppo_epochs = _Computed(epochs)
 
     def _compute(self, name: str, value: int) -> None:
         assigned = getattr(self, name)

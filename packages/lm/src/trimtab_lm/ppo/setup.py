@@ -207,13 +207,9 @@ def optimizers_of(
             f"lr_warmup_steps={config.lr_warmup_steps} moves the learning rate, and so does the lr_scheduler. Leave "
             "one of them out."
         )
-    of_policy = partial(warmup_factor, length=config.lr_warmup_steps)
-    return optimizer, LambdaLR(optimizer, [of_policy, lambda step: 1.0])
-
-
-def warmup_factor(steps: int, *, length: int) -> float:
-    """The share of the full learning rate after `steps` steps: 1/length, 2/length, ..., 1, and 1 from there on."""
-    return min((steps + 1) / length, 1.0)
+    # The policy's share of its full rate after `steps` steps: 1 / length, 2 / length, ..., 1; the values' share is 1.
+    length = config.lr_warmup_steps
+    return optimizer, LambdaLR(optimizer, [lambda steps: min((steps + 1) / length, 1.0), lambda steps: 1.0])
 
 
 def open_data(
@@ -301,10 +297,6 @@ def rewards_of_run(trainer: Trainer, reward: Any, weights: Sequence[float] | Non
     reward = trainer.config.reward_model if reward is None else reward
     if reward is None and not takes_rows(trainer.rollout):
         raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
-    given, timeout = nothing if reward is None else reward, trainer.config.reward_timeout
+    given = (lambda completions: [0.0] * len(completions)) if reward is None else reward
+    timeout = trainer.config.reward_timeout
     return rewards_of(given, weights, tokenizer=trainer.tokenizer, device=trainer.current_device, timeout=timeout)
-
-
-def nothing(completions: Sequence[str]) -> list[float]:
-    """The scores of responses that only an environment rewards."""
-    return [0.0] * len(completions)

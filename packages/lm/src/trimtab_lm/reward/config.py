@@ -64,9 +64,7 @@ class RewardConfig(TrainerConfig):
     )
     fsdp: str | None = setting("FSDP sharding options; see transformers.TrainingArguments. Empty: no FSDP.", default="")
     hub_private_repo: bool | None = setting("Make the repository on the hub a private one.", default=False)
-    include_num_input_tokens_seen: str | bool = setting(
-        "Count the tokens seen in training: all, non_padding, or no.", default=False
-    )
+    include_num_input_tokens_seen: str | bool = setting("Count tokens: all, non_padding, or no.", default=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,12 +17,8 @@ DATASET_KWARGS = {"skip_prepare_dataset", "add_special_tokens", "append_concat_t
 class SFTConfig(TrainerConfig):
     """Supervised fine-tuning: all of transformers' TrainingArguments, and how rows become tokens."""
 
-    max_length: int | None = setting(
-        "Longest row, in tokens. Longer rows are truncated, with a warning. None: no limit.", default=512
-    )
-    truncation_mode: str = setting(
-        "Which part of a row that is too long stays: keep_start or keep_end.", default="keep_start"
-    )
+    max_length: int | None = setting("Longest row in tokens; longer ones are truncated. None: no limit.", default=512)
+    truncation_mode: str = setting("Which part of too long a row stays: keep_start or keep_end.", default="keep_start")
     dataset_text_field: str = setting("Column of the texts, in data sets of texts.", default="text")
     completion_only_loss: bool | None = setting(
         "Learn the completion of prompt/completion rows alone. None: yes where there are such columns.", default=None
@@ -35,13 +31,9 @@ class SFTConfig(TrainerConfig):
         default=None,
     )
     eval_packing: bool | None = setting("The same for evaluation. None: as packing.", default=None)
-    infinite: bool | None = setting(
-        "constant_length: begin again at the end of the data (needs max_steps).", default=None
-    )
+    infinite: bool | None = setting("constant_length: begin again at the data's end (needs max_steps).", default=None)
     num_of_sequences: int = setting("constant_length: rows to tokenize at a time.", default=1024)
-    chars_per_token: float = setting(
-        "constant_length: characters that make a token, to guess how many texts that takes.", default=3.6
-    )
+    chars_per_token: float = setting("constant_length: characters of a token, to guess how many texts.", default=3.6)
     dataset_num_proc: int | None = setting("Processes that tokenize the data.", default=None)
     dataset_batch_size: int | None = setting(
         "Rows to tokenize (and to pack, from a stream) at a time. None or 0: all at once.", default=1000
