@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trimtab_common.stats import Mean
 
@@ -51,6 +52,11 @@ class WeighingAccelerator(Accelerator):
                 yield
         finally:
             self.loss_divisor, self.sync_gradients = 1.0, True
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As accelerate's; the norm is a tensor under every engine, and whole where the weights are divided."""
+        norm = torch.as_tensor(super().clip_grad_norm_(*args, **kwargs), device=self.device).detach()
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def norm_stats(self, norm: Tensor) -> dict[str, Mean]:
         """The statistics of an update: `grad_norm`, and in fp16 `policy/overflowed`, the share that is skipped.

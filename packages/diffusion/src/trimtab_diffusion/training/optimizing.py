@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.optimizers import fused_if_possible
-from trimtab_common.sharding import whole_tensor
 from trimtab_common.stats import Stats
 
 from .config import PipelineConfig
@@ -88,8 +87,7 @@ class Updates:
                 update.
         """
         accelerator, largest = self.accelerator, self.config.train_max_grad_norm
-        norm = torch.as_tensor(accelerator.clip_grad_norm_(self.model.parameters(), largest), device=accelerator.device)
-        norm = whole_tensor(norm)
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), largest)
         self._require_finite(*[norm.float()] * (accelerator.scaler is None))
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -76,7 +76,13 @@ class ReferenceCache:
                 raise ValueError(f"{file} is not readable ({error}). Delete it: it will be computed again.") from error
             columns = tensors["chosen"].tolist(), tensors["rejected"].tolist()
         else:
-            self._require_unchanged(len(dataset))
+            if fingerprint(self.reference) != self.fingerprint:
+                raise ValueError(
+                    f"The reference's log-probabilities of this data set, {len(dataset):,} pairs, are not in "
+                    f"{self.folder} and cannot be computed any more: precompute_ref_log_probs=True keeps no copy of "
+                    "the reference, and the model has been trained since. Give the data set to the constructor "
+                    "(eval_dataset={name: data set}), or pass a ref_model."
+                )
             columns = score_dataset(dataset, score, collate, batch_size=batch_size, rank=rank)
             if rank == 0 and code is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -85,15 +91,6 @@ class ReferenceCache:
         for name, column in zip(REFERENCE_COLUMNS, columns, strict=True):
             dataset = dataset.add_column(name, column)
         return dataset
-
-    def _require_unchanged(self, pairs: int) -> None:
-        if fingerprint(self.reference) != self.fingerprint:
-            raise ValueError(
-                f"The reference's log-probabilities of this data set, {pairs:,} pairs, are not in {self.folder} and "
-                "cannot be computed any more: precompute_ref_log_probs=True keeps no copy of the reference, and the "
-                "model has been trained since. Give the data set to the constructor (eval_dataset={name: data set}), "
-                "or pass a ref_model."
-            )
 
     def _key(self, dataset: Dataset, code: str) -> str:
         names = sorted(name for name in dataset.column_names if name.endswith(("_input_ids", "_labels")))

@@ -67,9 +67,14 @@ def rows_of_tensors(
             )
         if attention_mask is not None:
             check_mask(f"attention_mask[{i}]", attention_mask[i], ids, of="row of input_ids")
-            row = _without_padding(row, attention_mask[i], is_encoder_decoder=reader.is_encoder_decoder)
-        if not reader.is_encoder_decoder:
-            _check_labels(row, i)
+            kept, names = attention_mask[i].bool().tolist(), ("input_ids", "labels")[: 2 - reader.is_encoder_decoder]
+            row |= {name: [token for token, one in zip(row[name], kept, strict=True) if one] for name in names}
+        for label, token in zip(row["labels"], row["input_ids"], strict=True) if not reader.is_encoder_decoder else ():
+            if label not in (-100, token):
+                raise ValueError(
+                    f"labels[{i}] has {label} where input_ids[{i}] has {token}. A causal model's labels are the tokens "
+                    "themselves, in their places, and -100 where a token does not count."
+                )
         rows.append(row)
     return _cut(rows, config, reader)
 
@@ -135,22 +140,6 @@ def _check_lists(rows: Sequence[Any], others: Mapping[str, Sequence[Any] | None]
     for name, other in others.items():
         if other is not None and len(other) != len(rows):
             raise ValueError(f"step() got {len(rows)} rows and {len(other)} of {name}. Give one for each row.")
-
-
-def _check_labels(row: dict[str, list[int]], i: int) -> None:
-    """Raise ValueError for a causal model's label that is neither -100 nor its token."""
-    for label, token in zip(row["labels"], row["input_ids"], strict=True):
-        if label not in (-100, token):
-            raise ValueError(
-                f"labels[{i}] has {label} where input_ids[{i}] has {token}. A causal model's labels are the tokens "
-                "themselves, in their places, and -100 where a token does not count."
-            )
-
-
-def _without_padding(row: dict[str, list[int]], mask: Tensor, *, is_encoder_decoder: bool) -> dict[str, list[int]]:
-    kept = mask.bool().tolist()
-    names = ("input_ids",) if is_encoder_decoder else ("input_ids", "labels")
-    return row | {name: [token for token, one in zip(row[name], kept, strict=True) if one] for name in names}
 
 
 def _learning(tokenizer: PreTrainedTokenizerBase, text: str, target: str, i: int) -> dict[str, list[int]]:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from trimtab_common.accelerators import WeighingAccelerator
 from trimtab_common.health import TrainingDivergedError
-from trimtab_common.sharding import whole_tensor
 from trimtab_common.stats import Mean, total_over_ranks
 
 from .config import PPOConfig
@@ -57,7 +56,6 @@ class OptimizerStep:
         if not is_due:
             return stats
         norm = accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm or float("inf"))
-        norm = whole_tensor(torch.as_tensor(norm, device=accelerator.device))  # DeepSpeed's is a number
         if accelerator.scaler is None and not self._is_kept(step, norm.float()):
             return stats
         self.optimizer.step()

@@ -54,7 +54,13 @@ def tokenize_rows(
     kind = format_of(columns, config, formatting_func)
     read = text_of(dataset, config, formatting_func)
     encode = _encoder(kind, read, tokenizer, config, is_encoder_decoder=is_encoder_decoder)
-    _check_loss_applies(kind, config)
+    if config.assistant_only_loss and kind != RowFormat.MESSAGES:
+        raise ValueError(f"assistant_only_loss needs conversations in a column 'messages', and these are {kind} rows.")
+    if config.completion_only_loss and kind != RowFormat.PROMPT_COMPLETION:
+        raise ValueError(
+            f"completion_only_loss needs the columns prompt and completion, and these are {kind} rows. Split the "
+            "texts, or use DataCollatorForCompletionOnlyLM."
+        )
     if is_encoder_decoder and kind not in (RowFormat.PROMPT_COMPLETION, RowFormat.TOKENIZED):
         raise ValueError(
             f"An encoder-decoder model learns completions from prompts, and the data set has {columns}. Give it the "
@@ -91,16 +97,6 @@ def format_of(columns: Sequence[str], config: SFTConfig, formatting_func: Format
     if formatting_func is not None:
         return RowFormat.TEXT
     return row_format(columns, FORMATS, needed_for="SFT", text_field=config.dataset_text_field)
-
-
-def _check_loss_applies(kind: RowFormat, config: SFTConfig) -> None:
-    if config.assistant_only_loss and kind != RowFormat.MESSAGES:
-        raise ValueError(f"assistant_only_loss needs conversations in a column 'messages', and these are {kind} rows.")
-    if config.completion_only_loss and kind != RowFormat.PROMPT_COMPLETION:
-        raise ValueError(
-            f"completion_only_loss needs the columns prompt and completion, and these are {kind} rows. Split the "
-            "texts, or use DataCollatorForCompletionOnlyLM."
-        )
 
 
 def _encoder(

@@ -40,7 +40,8 @@ def checkpoint_weights(model: Model, *, repeat_ties: bool = False) -> dict[str, 
 def merged_weights(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Names, free of PEFT's own parts, and weights of all parameters below a module, adapters merged in."""
     if isinstance(module, ModulesToSaveWrapper):
-        module = active_copy(module)
+        copies = module.modules_to_save
+        module = module.original_module if module.disable_adapters else copies[module.active_adapters[0]]
     elif isinstance(module, AuxiliaryTrainingWrapper):
         module = module.token_adapter  # trainable tokens: an adapter layer in turn
     if isinstance(module, BaseTunerLayer):
@@ -50,11 +51,6 @@ def merged_weights(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, T
         yield prefix + name, parameter.detach()
     for name, child in module.named_children():
         yield from merged_weights(child, f"{prefix}{name}.")
-
-
-def active_copy(wrapper: ModulesToSaveWrapper) -> nn.Module:
-    """The copy of a module that is trained and used in its place."""
-    return wrapper.original_module if wrapper.disable_adapters else wrapper.modules_to_save[wrapper.active_adapters[0]]
 
 
 def merged_layer(layer: BaseTunerLayer) -> dict[str, Tensor]:
