@@ -22,6 +22,7 @@ LAST_WORDS = {
     "alignprop": rf"update 2: reward {NUMBER}",
     "diffusion_dpo": rf"brightness {NUMBER} before, {NUMBER} after",
     "diffusion_nft": rf"reward {NUMBER} before, {NUMBER} after",
+    "flow_grpo": rf"held-out captions: reward {NUMBER}, colour {NUMBER}",
     "ddpo": rf"epoch 2: \d+ updates, reward {NUMBER} kB",
 }
 OUTSIDE = {
