@@ -1,19 +1,41 @@
-"""Claims about measured numbers, and the verdicts on them: reproduced, contradicted or undecided."""
+"""Claims about measured numbers, and the verdicts on them. STATISTICS.md describes how they are reached."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import isfinite
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from experiments.statistics import LEVEL, Sample, bootstrap, holm, p_of_little, power_of_difference, power_of_little
+from experiments.statistics import (
+    LEVEL,
+    Sample,
+    holm,
+    holm_levels,
+    p_of_little,
+    power_of_difference,
+    power_of_little,
+    sample_of,
+)
 
 Numbers = Mapping[int, float | Sequence[float]]
 """seed -> a number, or one number for each prompt, the same prompts for every seed."""
-Outcome = Literal["reproduced", "contradicted", "undecided"]
+Origin = Literal["paper", "adapted", "ours"]
+Outcome = Literal[
+    "reproduced", "contradicted", "does not carry over", "holds", "does not hold", "no effect that matters", "undecided"
+]
+AGREES: dict[Origin, Outcome] = {"paper": "reproduced", "adapted": "reproduced", "ours": "holds"}
+DISAGREES: dict[Origin, Outcome] = {"paper": "contradicted", "adapted": "does not carry over", "ours": "does not hold"}
 LEAST_SEEDS = 5  # for a verdict: the spread of fewer seeds is hardly known
-HEADINGS = ("verdict", "claim", "the paper's number", "obtained (95% interval)", "p, Holm", "seeds", "power")
+LEAST_GROUPS = 4  # of prompts, where they come in groups: with fewer the test errs too often
+HEADINGS = (
+    "verdict",
+    "claim",
+    "the paper's number",
+    "obtained (95% interval)",
+    "p, Holm",
+    "seeds that agree",
+    "chance to find the least effect that matters",
+)
 
 
 @dataclass(frozen=True)
@@ -24,13 +46,16 @@ class Claim:
         text: The claim in words.
         compared: The name of a quantity; or two names, whose difference (first - second) is the effect.
         kind: more (the effect is above `than`), less (below it), or little (its size is below `matters`).
-        matters: The smallest effect that matters, above 0, in the unit. It is the margin of little; for the others, the
-            effect for which the power is stated.
+        matters: The smallest effect that matters, above 0, in the unit: margins.yaml has it.
         unit: What the numbers are, such as reward or nats.
-        origin: paper (as the paper claims it), adapted (to another model, task or size), or ours.
+        origin: paper (the paper's task and size), adapted (to another model, task or size), or ours.
         place: Where the paper has it: section, figure or table; empty if the claim is ours.
-        number: The paper's number, in a few words; empty if it has none.
+        number: The paper's number, in a few words, from the paper itself; empty if we know none.
         than: What more and less compare the effect with.
+        trivial: Why every working program should pass, such as "the reward is optimised"; empty if the claim informs.
+            A trivial claim is a check: it is listed apart and not counted, but it stays in Holm's correction.
+        scale: What an adapted claim was tried on, such as "15M parameters".
+        groups: The group of each prompt, such as its colour, where prompts come in groups; see `sample_of`.
     """
 
     text: str
@@ -38,10 +63,13 @@ class Claim:
     kind: Literal["more", "less", "little"]
     matters: float
     unit: str
-    origin: Literal["paper", "adapted", "ours"] = "adapted"
+    origin: Origin = "adapted"
     place: str = ""
     number: str = ""
     than: float = 0.0
+    trivial: str = ""
+    scale: str = ""
+    groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,16 +78,23 @@ class Verdict:
 
     Attributes:
         claim: The claim.
-        outcome: reproduced: its p-value after Holm's correction is at most 0.05. contradicted: the same, for the
-            opposite. undecided: neither.
+        outcome: One of the conclusions if its p-value after Holm's correction is at most 0.05, else undecided.
+            The claim is true: reproduced, or holds if the claim is ours. Its opposite is true: contradicted for a claim
+            of the paper, does not carry over for an adapted one, does not hold for ours. The effect differs from `than`
+            by less than `matters`: no effect that matters; for a claim of little effect that is its truth.
         means: The means of the compared quantities.
         effect: The mean effect.
-        low: The lower end of the effect's 95% interval; None with one seed or two.
+        coverage: What the interval covers: 0.95; 0.9 if the p-value is that of a test of equivalence, which concludes
+            at 0.05 where this interval is within the margin.
+        low: The lower end of the effect's interval; None with one seed.
         high: The upper end.
-        p: The p-value; None with one seed.
+        p: The p-value of the nearest conclusion; None with one seed.
         p_corrected: The same after Holm's correction for all claims of the paper.
-        power: The probability to find an effect of `matters` (for little: to find none, if there is none) at the
-            observed noise, before the correction; None with one seed.
+        power: The probability that this test, at the level that Holm's rule and the paper's other claims leave to it,
+            finds an effect of `matters` (for little: finds none, if there is none) at the observed noise; None with one
+            seed.
+        agree: The number of seeds whose effect is on the same side as the mean effect, within or beyond the margin if
+            equivalence is tested.
         seeds: The number of seeds.
     """
 
@@ -67,11 +102,13 @@ class Verdict:
     outcome: Outcome
     means: tuple[float, ...]
     effect: float
+    coverage: float
     low: float | None
     high: float | None
     p: float | None
     p_corrected: float | None
     power: float | None
+    agree: int
     seeds: int
 
     def __str__(self) -> str:
@@ -79,36 +116,58 @@ class Verdict:
         return f"{self.outcome:12}  {self.claim.text}   {self.obtained}"
 
     @property
+    def words(self) -> str:
+        """The outcome, with the scale that an adapted claim does not carry over to."""
+        if self.outcome == "does not carry over" and self.claim.scale:
+            return f"{self.outcome} to {self.claim.scale}"
+        return self.outcome
+
+    @property
     def obtained(self) -> str:
         """The effect with its interval, and the means that it compares."""
         text = f"{self.effect:+.3g}"
         if self.low is not None and self.high is not None:
-            text += f" ({self.low:+.3g} to {self.high:+.3g})"
+            of = "" if self.coverage == 1 - LEVEL else f"{self.coverage:.0%}: "
+            text += f" ({of}{self.low:+.3g} to {self.high:+.3g})"
         if len(self.means) == 2:
             text += f": {self.means[0]:.3g} against {self.means[1]:.3g}"
         return f"{text} {self.claim.unit}"
+
+    @property
+    def chance(self) -> str:
+        """The power in words."""
+        if self.power is None:
+            return ""
+        matters = f"{self.claim.matters:.2g}"
+        return (
+            f"{self.power:.0%} to show less than {matters}"
+            if self.claim.kind == "little"
+            else (f"{self.power:.0%} to find {matters}")
+        )
 
     def cells(self) -> tuple[str, ...]:
         """The row of a table under HEADINGS."""
         claim = self.claim
         source = f"{claim.origin}: {claim.place}" if claim.place else claim.origin
         return (
-            self.outcome,
+            self.words,
             f"{claim.text} ({source})",
-            claim.number or "none",
+            claim.number or ("" if claim.origin == "ours" else "no number known to us"),
             self.obtained,
             "" if self.p_corrected is None else f"{self.p_corrected:.2g}",
-            str(self.seeds),
-            "" if self.power is None else f"{self.power:.2f} at {claim.matters:.2g}",
+            f"{self.agree} of {self.seeds}",
+            self.chance,
         )
 
 
 def judge(claims: Iterable[Claim], measured: Mapping[str, Numbers]) -> list[Verdict]:
     """Judges the claims whose quantities were measured, with Holm's correction over all of them.
 
-    The test of a difference is two-sided; a claim of little effect is tested for equivalence, and its opposite for an
-    effect beyond the margin. At most one of the two conclusions is false for any true effect, so that both share the
-    claim's p-value. With fewer than LEAST_SEEDS seeds a claim is undecided.
+    The conclusions on a claim are that its effect is above `than`, that it is below, and that it differs by less than
+    `matters`; on a claim of little effect, that its size is below `matters`, and that it is above. The conclusion with
+    the smallest p-value is drawn. Whatever the true effect, the probability of a false one is at most the level, so
+    that all conclusions share the claim's p-value. With fewer than LEAST_SEEDS seeds, or with fewer than LEAST_GROUPS
+    groups of prompts where these come in groups, a claim is undecided.
 
     Args:
         claims: The claims of one paper.
@@ -121,12 +180,16 @@ def judge(claims: Iterable[Claim], measured: Mapping[str, Numbers]) -> list[Verd
     known = [claim for claim in claims if set(claim.compared) <= set(measured) and common_seeds(claim, measured)]
     tables = [[_table(measured[name], common_seeds(claim, measured)) for name in claim.compared] for claim in known]
     effects = [pair[0] - pair[1] if len(pair) == 2 else pair[0] for pair in map(_same_width, tables)]
-    samples = [bootstrap(effect) if len(effect) > 1 else None for effect in effects]
+    samples = [
+        sample_of(effect, claim.groups) if len(effect) > 1 else None
+        for claim, effect in zip(known, effects, strict=True)
+    ]
     tests = [_test(claim, sample) if sample else None for claim, sample in zip(known, samples, strict=True)]
-    corrected = iter(holm([test[0] for test in tests if test]))
+    p_values = [test[0] for test in tests if test]
+    corrections = iter(zip(holm(p_values), holm_levels(p_values), strict=True))
     return [
         _verdict(
-            claim, [float(table.mean()) for table in pair], effect, sample, test, next(corrected) if test else None
+            claim, [float(table.mean()) for table in pair], effect, sample, test, next(corrections) if test else None
         )
         for claim, pair, effect, sample, test in zip(known, tables, effects, samples, tests, strict=True)
     ]
@@ -137,38 +200,54 @@ def _verdict(
     means: Sequence[float],
     effect: np.ndarray,
     sample: Sample | None,
-    test: tuple[float, Outcome] | None,
-    corrected: float | None,
+    test: tuple[float, Outcome, bool] | None,
+    correction: tuple[float, float] | None,
 ) -> Verdict:
+    is_equivalence = claim.kind == "little" or (test is not None and test[2])
     common: dict[str, Any] = {
         "claim": claim,
         "means": tuple(means),
         "effect": float(effect.mean()),
+        "coverage": 1 - (2 * LEVEL if is_equivalence else LEVEL),
+        "agree": _agreeing(claim, effect.mean(1), is_equivalence=is_equivalence),
         "seeds": len(effect),
     }
-    if sample is None or test is None or corrected is None:
+    if sample is None or test is None or correction is None:
         return Verdict(outcome="undecided", low=None, high=None, p=None, p_corrected=None, power=None, **common)
-    p, conclusion = test
-    low, high = (end if isfinite(end) else None for end in sample.interval())
+    corrected, level = correction
+    low, high = sample.interval(1 - common["coverage"])
+    is_enough = sample.seeds >= LEAST_SEEDS and not 0 < len(set(claim.groups)) < LEAST_GROUPS
     power = power_of_little if claim.kind == "little" else power_of_difference
     return Verdict(
-        outcome=conclusion if corrected <= LEVEL and sample.seeds >= LEAST_SEEDS else "undecided",
+        outcome=test[1] if corrected <= LEVEL and is_enough else "undecided",
         low=low,
         high=high,
-        p=p,
+        p=test[0],
         p_corrected=corrected,
-        power=power(sample, claim.matters),
+        power=power(sample, claim.matters, level),
         **common,
     )
 
 
-def _test(claim: Claim, sample: Sample) -> tuple[float, Outcome]:
-    """The p-value of the nearer of two conclusions, and this conclusion."""
+def _test(claim: Claim, sample: Sample) -> tuple[float, Outcome, bool]:
+    """The p-value of the nearest conclusion, this conclusion, and whether it is one of equivalence."""
+    agrees, disagrees = AGREES[claim.origin], DISAGREES[claim.origin]
+    inside, outside = p_of_little(replace(sample, mean=sample.mean - claim.than), claim.matters)
     if claim.kind == "little":
-        inside, outside = p_of_little(sample, claim.matters)
-        return (inside, "reproduced") if inside <= outside else (outside, "contradicted")
-    agrees = sample.mean > claim.than if claim.kind == "more" else sample.mean < claim.than
-    return sample.p_value(claim.than), "reproduced" if agrees else "contradicted"
+        return (inside, agrees, True) if inside <= outside else (outside, disagrees, True)
+    p = sample.p_value(claim.than)
+    if inside < p:
+        return inside, "no effect that matters", True
+    return p, agrees if (sample.mean > claim.than) == (claim.kind == "more") else disagrees, False
+
+
+def _agreeing(claim: Claim, of_seeds: np.ndarray, *, is_equivalence: bool) -> int:
+    """How many seeds are on the same side as their mean."""
+    distances = of_seeds - claim.than
+    if is_equivalence:
+        is_inside = abs(distances.mean()) < claim.matters
+        return int(((abs(distances) < claim.matters) == is_inside).sum())
+    return int((distances * distances.mean() > 0).sum())
 
 
 def common_seeds(claim: Claim, measured: Mapping[str, Numbers]) -> list[int]:
@@ -227,6 +306,7 @@ def from_json(content: Mapping[str, Any]) -> tuple[list[Claim], dict[str, Number
     }
     verdicts = []
     for row in content["verdicts"]:
-        claim = Claim(**{**row["claim"], "compared": tuple(row["claim"]["compared"])})
+        lists = {name: tuple(row["claim"][name]) for name in ("compared", "groups")}
+        claim = Claim(**{**row["claim"], **lists})
         verdicts.append(Verdict(**{**row, "claim": claim, "means": tuple(row["means"])}))
     return [verdict.claim for verdict in verdicts], measured, verdicts

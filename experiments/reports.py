@@ -16,20 +16,23 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.claims import HEADINGS, Claim, Numbers, Verdict, judge, rounded, to_json
+from experiments.claims import AGREES, HEADINGS, Claim, Numbers, Verdict, judge, rounded, to_json
 from experiments.figures import write_page
 from experiments.provenance import in_words
 from experiments.run_folders import Run, finished_runs
 
 NUMBERS, MARKDOWN = "numbers.json", "report.md"
 HOW = (
-    "A verdict is about the mean effect over seeds and prompts. The interval and the two-sided p-value are those of a "
-    "symmetric bootstrap-t that resamples seeds and prompts; runs with one seed, and answers to one prompt, are "
-    "compared in pairs. p is corrected by Holm's rule for all claims of the paper; reproduced and contradicted need "
-    "0.05 at most. Claims of little effect are tests of equivalence. The power is that of an uncorrected test at the "
-    "observed noise, for the effect that is named."
+    "A verdict is about the mean effect over seeds and prompts; runs with one seed, and answers to one prompt, are "
+    "compared in pairs. Interval and p-value are those of an analysis of variance with random seeds and prompts. p is "
+    "corrected by Holm's rule for all claims of the paper, the checks included; every verdict but undecided needs 0.05 "
+    "at most. No effect that matters, and claims of little effect, are tests of equivalence with an interval of 90%. "
+    "The last column is the chance that this test, after the correction, finds the smallest effect that matters at the "
+    "observed noise. Below 50% an undecided claim says nothing."
 )
 ONE_RUN = "one run, which has no verdict: eight and more seeds are judged in experiments/README.md"
+WHY = "why it is a check"
+CHECKS = "Checks, which are not counted, because every working program should pass them:"
 UNJUDGED = (
     "Nothing is judged: these runs lack quantities that the paper's claims compare, such as a control or other seeds."
 )
@@ -61,12 +64,13 @@ def write_report(folder: Path, title: str, claim: str, report: Report, runs: Seq
     measured = rounded(report.measured)
     verdicts = judge(report.claims, measured)
     single = outcome_of(report, verdicts)
-    rows = [] if single else [verdict.cells() for verdict in verdicts]
+    ordered = sorted(verdicts, key=lambda verdict: bool(verdict.claim.trivial))
+    rows = [] if single else [verdict.cells() for verdict in ordered]
     columns = {heading: [row[i] for row in rows] for i, heading in enumerate(HEADINGS)} if rows else {}
     about, config = in_words([start for run in runs for start in run.starts]), settings(runs)
     texts = [claim, *(single or [HOW if rows else UNJUDGED]), about]
     write_page(folder, title, texts, columns, report.figures, report.captions, report.samples, config)
-    parts = [*(single or [markdown(rows, HEADINGS) if rows else UNJUDGED]), about]
+    parts = [*(single or [tables(verdicts)]), about]
     parts += [f"![{name}]({name}.png)\n\n*{report.captions[name]}* ([PDF]({name}.pdf))" for name in report.figures]
     if report.samples:
         cells = zip(*report.samples.values(), strict=True)
@@ -82,6 +86,15 @@ def outcome_of(report: Report, verdicts: Sequence[Verdict]) -> list[str]:
     if not verdicts or max(verdict.seeds for verdict in verdicts) > 1:
         return []
     return [*(report.outcome or [f"{verdict.claim.text}: {verdict.obtained}" for verdict in verdicts]), ONE_RUN]
+
+
+def tables(verdicts: Sequence[Verdict]) -> str:
+    """The verdicts as Markdown, and the checks in a table of their own, each with the reason why it is trivial."""
+    rows = [verdict.cells() for verdict in verdicts if not verdict.claim.trivial]
+    parts = [markdown(rows, HEADINGS)] if rows else []
+    if checks := [(*verdict.cells(), verdict.claim.trivial) for verdict in verdicts if verdict.claim.trivial]:
+        parts += [CHECKS, markdown(checks, (*HEADINGS, WHY))]
+    return "\n\n".join(parts) if verdicts else UNJUDGED
 
 
 def markdown(rows: Sequence[Sequence[str]], headings: Sequence[str]) -> str:
@@ -122,13 +135,14 @@ def report_on_run(
 
 
 def main(title: str, claim: str, read: Callable[[Sequence[Run]], Report]) -> None:
-    """Runs report.py FOLDER [FOLDER ...] [--out FOLDER]. Exits with 0 if every claim is reproduced, else with 1."""
+    """Runs report.py FOLDER [FOLDER ...] [--out FOLDER]. Exits with 0 if the runs agree with every claim, else 1."""
     parser = argparse.ArgumentParser(description=f"{title}. Reads finished runs, and judges: {claim}")
     parser.add_argument("folders", nargs="+", type=Path, help="folders of runs, or of a sweep's runs")
     parser.add_argument("--out", type=Path, help="where the page and the figures go (default: the first folder)")
     arguments = parser.parse_args()
     verdicts = report_on(title, claim, read, arguments.folders, arguments.out)
-    sys.exit(0 if verdicts and all(verdict.outcome == "reproduced" for verdict in verdicts) else 1)
+    agree = [verdict.outcome == AGREES[verdict.claim.origin] for verdict in verdicts]
+    sys.exit(0 if agree and all(agree) else 1)
 
 
 def seeds_in_words(count: int) -> str:

@@ -6,7 +6,8 @@ reproduce*.yaml, overnight*.yaml or sweep_gpu*.yaml, and then report.py over the
 begin. It does not repeat runs in runs/reproduce/<tier> that have finished; remove that folder to start over. Without a
 GPU, the runs of a sweep are forked from one process that has imported their libraries. The default tier writes the
 verdicts, the figures and the numbers into experiments/README.md and each paper's folder; the others leave their pages
-in runs/reproduce.
+in runs/reproduce. With --judge-again it runs nothing: it judges the committed claims by the committed numbers, and
+writes verdicts and tables.
 """
 
 import argparse
@@ -26,15 +27,21 @@ from typing import Any
 
 import torch
 
-from experiments.claims import HEADINGS, Verdict, from_json
+from experiments import claims
+from experiments.claims import AGREES, DISAGREES, HEADINGS, Origin, Verdict, from_json, to_json
 from experiments.provenance import ROOT
-from experiments.reports import HOW, MARKDOWN, NUMBERS, markdown
+from experiments.reports import CHECKS, HOW, MARKDOWN, NUMBERS, WHY, markdown, tables
 from trimtab_cli.sweep.runner import log_of
 from trimtab_cli.sweep.spec import SweepError
 from trimtab_cli.sweep.study import read_study, trials_of
 
 RUNS = Path("runs", "reproduce")
 TIERS = {"smoke": "smoke*.yaml", "default": "reproduce*.yaml", "overnight": "overnight*.yaml", "gpu": "sweep_gpu*.yaml"}
+ORIGINS: dict[Origin, str] = {
+    "paper": "the paper's, on its task and at its size",
+    "adapted": "the paper's, adapted to another model, task or size",
+    "ours": "ours",
+}
 BEGIN, END = "<!-- reproduced -->", "<!-- /reproduced -->"
 # glibc keeps what a run frees: to return it and to ask for it again takes a run a tenth of its time.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
@@ -134,6 +141,12 @@ def around_marks(readme: Path) -> tuple[str, str]:
     return before + mark, end + after
 
 
+def between_marks(readme: Path) -> str:
+    """The text between the marks of a README."""
+    before, after = around_marks(readme)
+    return readme.read_text(encoding="utf-8")[len(before) : -len(after)].strip()
+
+
 def write_between_marks(readme: Path, text: str) -> None:
     """Replaces the text between the marks of a README."""
     before, after = around_marks(readme)
@@ -156,9 +169,26 @@ def publish(results: Sequence[Result], jobs: int) -> None:
     write_between_marks(home / "README.md", f"{committed_table()}\n\n{HOW}")
 
 
+def judge_again() -> None:
+    """Judges the committed claims by the committed numbers, and writes the verdicts into numbers and pages."""
+    home = ROOT / "experiments"
+    for paper in papers("default"):
+        if not (file := home / paper / NUMBERS).exists():
+            continue
+        content = read_json(file)
+        claimed, measured, _ = from_json(content)
+        verdicts = claims.judge(claimed, measured)
+        content |= to_json(measured, verdicts)
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        words = between_marks(home / paper / "README.md")
+        rest = words[words.index(content["about"]) :]  # after the table; the figures stay
+        write_between_marks(home / paper / "README.md", f"{tables(verdicts)}\n\n{rest}")
+    write_between_marks(home / "README.md", f"{committed_table()}\n\n{HOW}")
+
+
 def committed_table() -> str:
     """The verdicts of all papers as Markdown, counted and listed, from the numbers in their folders."""
-    rows, abouts, outcomes = [], [], Counter[str]()
+    rows, checks, abouts, counted = [], [], [], list[Verdict]()
     for paper in papers("default"):
         name = f"[{paper}]({paper}/README.md)"
         if not (file := ROOT / "experiments" / paper / NUMBERS).exists():
@@ -166,14 +196,29 @@ def committed_table() -> str:
             continue
         content = read_json(file)
         judged = from_json(content)[2]
-        outcomes.update(verdict.outcome for verdict in judged)
-        verdicts = [verdict.cells() for verdict in judged]
-        sides = [(name, str(content["minutes"])), *[("", "")] * len(verdicts)]
-        rows += [(paper, *row, minutes) for (paper, minutes), row in zip(sides, verdicts, strict=False)]
+        informative = [verdict for verdict in judged if not verdict.claim.trivial]
+        counted += informative
+        sides = [(name, str(content["minutes"])), *[("", "")] * len(informative)]
+        rows += [(side, *verdict.cells(), time) for (side, time), verdict in zip(sides, informative, strict=False)]
+        checks += [(name, *verdict.cells(), verdict.claim.trivial) for verdict in judged if verdict.claim.trivial]
         abouts.append(f"- {paper}: {content['about']}")
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
-    table = markdown(rows, ["paper", *HEADINGS, "minutes"])
-    return "\n\n".join([f"Of {outcomes.total()} claims: {counts}.", table, "\n".join(abouts)])
+    parts = [counts(counted), markdown(rows, ["paper", *HEADINGS, "minutes"])]
+    if checks:
+        parts += [CHECKS, markdown(checks, ["paper", *HEADINGS, WHY])]
+    return "\n\n".join([*parts, "\n".join(abouts)])
+
+
+def counts(verdicts: Sequence[Verdict]) -> str:
+    """How many claims have each origin and outcome: a sentence and a table."""
+    others = ("no effect that matters", "undecided")
+    rows = []
+    for origin in ORIGINS:
+        outcomes = Counter(verdict.outcome for verdict in verdicts if verdict.claim.origin == origin)
+        ends = (AGREES[origin], DISAGREES[origin])
+        decided = [f"{outcomes[end]} {end}" if outcomes.total() else "" for end in ends]
+        rows.append((ORIGINS[origin], str(outcomes.total()), *decided, *(str(outcomes[end]) for end in others)))
+    headings = ("claims", "count", "agree", "disagree", *others)
+    return f"Claims that are counted: {len(verdicts)}.\n\n{markdown(rows, headings)}"
 
 
 def main() -> int:
@@ -181,11 +226,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("papers", nargs="*", help="folders of experiments (default: all that the tier has)")
     parser.add_argument("--tier", choices=TIERS, default="default", help="the size of the runs (default: default)")
+    parser.add_argument("--judge-again", action="store_true", help="run nothing; judge the committed numbers")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
     arguments = parser.parse_args()
     known = papers(arguments.tier)
     if unknown := set(arguments.papers) - set(known):
         parser.error(f"unknown: {', '.join(sorted(unknown))}. The tier {arguments.tier} has {', '.join(known)}.")
+    if arguments.judge_again:
+        judge_again()
+        return 0
     os.chdir(ROOT)  # sweeps name their programs from here
     chosen = arguments.papers or known
     is_published = arguments.tier == "default"

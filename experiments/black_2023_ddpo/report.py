@@ -8,12 +8,15 @@ from matplotlib import pyplot as plt
 from PIL import Image
 from torch import Tensor
 
+from experiments.black_2023_ddpo.shapes import CAPTIONS, TRAINED
 from experiments.claims import Claim, Numbers
 from experiments.figures import Curve, curves, tiled
+from experiments.margins import margin_fields
 from experiments.reports import Report, main, medians_in_words
 from experiments.run_folders import Run, by, of_seeds
 
 BEFORE, AFTER = "before.png", "after.png"
+PAPER = "black_2023_ddpo"
 TITLE = "Rewards for what a diffusion model draws, by DDPO"
 CLAIM = (
     "Black et al. 2023, arXiv:2305.13301: policy gradients (IS: importance sampling, SF: score function) optimize a "
@@ -24,8 +27,9 @@ NAMES = {"is": "IS", "sf": "SF", "rwr": "RWR", "rwr_sparse": "RWR-sparse"}
 CONTROL = "random"  # the reward of runs whose reward says nothing about the image
 REACHABLE = {"rgb_alignment": 0.602, "jpeg_incompressibility": 0.297, "jpeg_compressibility": 0.297}
 """What a reward can change by: from a grey image to the prompted colour; from a file of grey to one of noise, in kB."""
-UNIT, MATTERS = "% of the reachable range", 3.0
+SCALE = "pictures of 16 by 16 pixels"
 HELD_OUT = "_held_out"  # in per_prompt.json, after the measure's name: the captions that were not trained on
+HALVES = {"": TRAINED, HELD_OUT: tuple(caption for caption in CAPTIONS if caption not in TRAINED)}
 POINT = 256  # least number of training samples per point of a curve
 
 Estimators = Mapping[str, Sequence[Run]]
@@ -57,7 +61,7 @@ def read(runs: Sequence[Run]) -> Report:
         reward: {**groups, **{control(name): controls[name] for name in groups if name in controls}}
         for reward, groups in rewards.items()
     }
-    claims = [claim for reward in rewards for claim in claims_about(reward)]
+    claims = [claim for reward in rewards for claim in claims_about(reward, colours=has_colours(runs))]
     if not panels:
         return Report(measured, claims, {}, {})
     count = len(by(runs, "seed"))
@@ -121,19 +125,27 @@ def gain(reward: str, name: str, end: str = "") -> str:
     return f"gain in {named(reward, name, end)}"
 
 
-def claims_about(reward: str) -> Iterator[Claim]:
-    """The paper's claims about a reward."""
-    shared = {"kind": "more", "matters": MATTERS, "unit": UNIT}
+def has_colours(runs: Sequence[Run]) -> bool:
+    """Whether the runs learn half of the captions of coloured shapes, which come in groups by colour."""
+    return all(run.config["model"] == "shapes" and run.config["hold_out"] for run in runs)
+
+
+def claims_about(reward: str, *, colours: bool) -> Iterator[Claim]:
+    """The paper's claims about a reward; `colours` groups the captions of coloured shapes by colour."""
+    groups = {end: tuple(caption.split()[1] for caption in asked) if colours else () for end, asked in HALVES.items()}
+    shared = {"kind": "more", **margin_fields(PAPER, "reward"), "scale": SCALE}
     yield Claim(
         f"{reward}: IS raises it above the control without a reward",
         (gain(reward, "IS"),),
         place="section 6.1, figure 4",
+        groups=groups[""],
         **shared,
     )
     yield Claim(
         f"{reward}: IS raises it for captions that it was not trained on",
         (gain(reward, "IS", HELD_OUT),),
         place="section 6.3",
+        groups=groups[HELD_OUT],
         **shared,
     )
     for first, second in (("IS", "RWR"), ("SF", "RWR"), ("IS", "SF")):
@@ -141,6 +153,7 @@ def claims_about(reward: str) -> Iterator[Claim]:
             f"{reward}: {first} gains more than {second} from as many samples and updates",
             (gain(reward, first), gain(reward, second)),
             place="section 6.1, figure 4",
+            groups=groups[""],
             **shared,
         )
 

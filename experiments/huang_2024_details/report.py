@@ -9,11 +9,14 @@ from matplotlib import pyplot as plt
 
 from experiments.claims import Claim, Numbers
 from experiments.huang_2024_details.details import DETAILS
+from experiments.margins import margin_fields
 from experiments.reports import Report, main, seeds_in_words, spread
 from experiments.run_folders import Run, of_seeds
 from experiments.samples import samples_of
 from experiments.sentiment_ppo import EVAL_KL, EVAL_REWARD
 
+PAPER = "huang_2024_details"
+SCALE = "15M parameters"
 TITLE = "The details of PPO, left out one by one"
 CLAIM = (
     "Huang et al. 2024, arXiv:2403.17031, and the authors' write-up of 2023: some details of the implementation decide "
@@ -30,13 +33,13 @@ class Quantity:
     Attributes:
         name: Its name.
         unit: Its unit.
-        matters: The smallest difference that matters.
+        margin: Its name in margins.yaml.
         value: From a run of the changed setting and the recipe's run of the same seed, the value of the first.
     """
 
     name: str
     unit: str
-    matters: float
+    margin: str
     value: Callable[[Run, Run], float]
 
 
@@ -57,13 +60,13 @@ def looks(run: Run) -> list[tuple[float, float]]:
     return [ends[0], *zip(kls, rewards, strict=True), ends[1]]
 
 
-REWARD = Quantity("reward at equal KL", "reward", 0.1, at_equal_kl)
-FINAL_KL = Quantity("KL at the end", "nats", 1.0, lambda run, _: run.summary["kl"])
-ENDED = Quantity("share of responses that ended", "share", 0.1, lambda run, _: run.summary["ended"])
+REWARD = Quantity("reward at equal KL", "reward", "reward", at_equal_kl)
+FINAL_KL = Quantity("KL at the end", "nats", "KL", lambda run, _: run.summary["kl"])
+ENDED = Quantity("share of responses that ended", "share", "ended", lambda run, _: run.summary["ended"])
 MOVED = Quantity(
     f"KL of an update to its policy, first {EARLY} steps",
     "nats per token",
-    0.01,
+    "KL of an update",
     lambda run, _: fmean(run.curve("step", "ppo/policy/policykl")[1][:EARLY]),
 )
 WRITE_UP = "the 2023 write-up, policy training"
@@ -95,7 +98,7 @@ EXPECTED: dict[str, list[tuple[str, Quantity, str, str, str, str]]] = {
             "more",
             "adapted",
             "the 2023 write-up, Adam",
-            "a figure",
+            "",
         ),
     ],
     "missing_eos_penalty=None": [
@@ -130,16 +133,16 @@ def read(runs: Sequence[Run]) -> Report:
         for name, key in (("reward before", "reward_before"), ("reward after", "reward")):
             measured[f"{name}, recipe"] = {seed: run.per_prompt[key] for seed, run in recipe.items()}
         claim = "the recipe: the reward rises"
-        claims.append(Claim(claim, ("reward after, recipe", "reward before, recipe"), "more", 0.1, "reward"))
+        fields = margin_fields(PAPER, "reward") | {"trivial": "the reward is optimised", "scale": SCALE}
+        claims.append(Claim(claim, ("reward after, recipe", "reward before, recipe"), "more", **fields))
     for setting, expected in EXPECTED.items():
         pairs = {seed: (run, recipe[seed]) for seed, run in groups.get(setting, {}).items() if seed in recipe}
         for text, quantity, kind, origin, place, number in expected if pairs else ():
             names = f"{quantity.name}, {setting}", f"{quantity.name}, recipe beside {setting}"
             measured[names[0]] = {seed: quantity.value(run, base) for seed, (run, base) in pairs.items()}
             measured[names[1]] = {seed: quantity.value(base, run) for seed, (run, base) in pairs.items()}
-            claims.append(
-                Claim(text, names, kind, quantity.matters, quantity.unit, origin=origin, place=place, number=number)
-            )
+            fields = margin_fields(PAPER, quantity.margin) | {"scale": SCALE if origin == "adapted" else ""}
+            claims.append(Claim(text, names, kind, **fields, origin=origin, place=place, number=number))
     firsts = {setting: next(iter(group.values())) for setting, group in groups.items()}
     seeds = seeds_in_words(len({run.config["seed"] for run in runs}))
     captions = {

@@ -10,10 +10,12 @@ from matplotlib.axes import Axes
 
 from experiments.claims import Claim, Numbers
 from experiments.figures import Curve, curves
+from experiments.margins import margin_fields
 from experiments.reports import Report, main, medians_in_words, seeds_in_words
 from experiments.run_folders import Run, of_seeds
 from experiments.samples import SAMPLES
 
+PAPER = "stiennon_2020_summarize"
 TITLE = "Fine-tuning, a reward model of comparisons, PPO and best-of-n"
 CLAIM = (
     "Stiennon et al. 2020, arXiv:2009.01325: PPO and best-of-n against a reward model beat fine-tuning in the eyes of "
@@ -23,8 +25,8 @@ CLAIM = (
 SFT, PPO, BEST_OF, JUDGED = "sft", "ppo_", "best_of_", "judged_"
 LONGER = "judged_longer"
 SIZES = {"stories15m": 15, "minilm": 23, "smollm2": 135}  # millions of parameters
-MATTERS = 0.05  # of gold, whose standard deviation over answers is about 0.4
-PER_DOUBLING = 0.005  # half of the paper's gain of accuracy for each doubling of the data
+SCALE = "15M parameters, and a word list that judges endings of film reviews"
+HEAD = "a linear head on 15M frozen parameters"
 
 
 def read(runs: Sequence[Run]) -> Report:
@@ -121,8 +123,8 @@ def claims_about(policies: Sequence[str], models: Sequence[str]) -> Iterator[Cla
         f"PPO (coefficient {coefficient(middle):g}) beats fine-tuning by the labeller's score",
         (gold(middle), gold(SFT)),
         "more",
-        MATTERS,
-        "gold",
+        **margin_fields(PAPER, "gold"),
+        scale=SCALE,
         place="section 4.1, figure 1",
         number="61% against 43% preferred to the reference (1.3B; supervised, ten times the size)",
     )
@@ -130,8 +132,8 @@ def claims_about(policies: Sequence[str], models: Sequence[str]) -> Iterator[Cla
         f"the best of {number(best)} beats fine-tuning by the labeller's score",
         (gold(best), gold(SFT)),
         "more",
-        MATTERS,
-        "gold",
+        **margin_fields(PAPER, "gold"),
+        scale=SCALE,
         place="figure 7",
     )
     if trained[0] != middle:
@@ -140,16 +142,16 @@ def claims_about(policies: Sequence[str], models: Sequence[str]) -> Iterator[Cla
             f"{coefficient(middle):g}",
             (proxy(trained[0]), proxy(middle)),
             "more",
-            MATTERS,
-            "the reward model's score",
+            **margin_fields(PAPER, "score"),
+            scale=SCALE,
             place="figure 5",
         )
         yield Claim(
             f"the smaller coefficient ({coefficient(trained[0]):g}) lowers the labeller's score",
             (gold(trained[0]), gold(middle)),
             "less",
-            MATTERS,
-            "gold",
+            **margin_fields(PAPER, "gold"),
+            scale=SCALE,
             place="figure 5",
         )
     for model in models:
@@ -157,8 +159,8 @@ def claims_about(policies: Sequence[str], models: Sequence[str]) -> Iterator[Cla
             f"real judgements, head on {model}: accuracy rises with each doubling of the data",
             (growth(model),),
             "more",
-            PER_DOUBLING,
-            "of accuracy per doubling",
+            **margin_fields(PAPER, "accuracy by data"),
+            scale=HEAD,
             place="figure 6",
             number="1.1 points per doubling",
         )
@@ -168,8 +170,8 @@ def claims_about(policies: Sequence[str], models: Sequence[str]) -> Iterator[Cla
             f"real judgements: a head on {sized[-1]} is more accurate than one on {sized[0]}",
             (accuracy(sized[-1]), accuracy(sized[0])),
             "more",
-            0.02,
-            "of accuracy",
+            **margin_fields(PAPER, "accuracy by size"),
+            scale=HEAD,
             place="figure 6",
             number="1.8 points per doubling of the size",
         )

@@ -11,9 +11,11 @@ from matplotlib import pyplot as plt
 
 from experiments.claims import Claim, Numbers
 from experiments.figures import curves
+from experiments.margins import margin_fields
 from experiments.reports import Report, main, seeds_in_words
 from experiments.run_folders import Run, by, of_seeds
 from experiments.sentiment_ppo import KL, REWARD
+from experiments.ziegler_2019_sentiment.report import PAPER
 
 TITLE = "PPO's value function, warm-up and KL controller"
 CLAIM = (
@@ -21,6 +23,7 @@ CLAIM = (
     "with a proportional part hold the KL, and the same KL buys more reward."
 )
 EXPLAINED = "ppo/val/var_explained"
+EXPLAINING, ERROR = "explained variance", "error of the KL"  # the quantities that claims compare
 PANELS = {
     EXPLAINED: "variance of the returns explained",
     KL: "KL to the pretrained model (nats per response)",
@@ -34,21 +37,19 @@ def read(runs: Sequence[Run]) -> Report:
     groups = {("before" if rate is None else "after"): group for rate, group in by_rate(runs).items()}
     measured: dict[str, Numbers] = {}
     for name, group in groups.items():
-        measured[f"explained variance, {name}"] = of_seeds(group, lambda run: fmean(settled(run, EXPLAINED)))
-        measured[f"error of the KL, {name}"] = of_seeds(group, error_of_kl)
+        measured[f"{EXPLAINING}, {name}"] = of_seeds(group, lambda run: fmean(settled(run, EXPLAINED)))
+        measured[f"{ERROR}, {name}"] = of_seeds(group, error_of_kl)
         measured[f"reward, {name}"] = of_seeds(group, lambda run: run.per_prompt["reward"])
         measured[f"KL, {name}"] = of_seeds(group, lambda run: run.summary["kl"])
     claims = [
-        Claim(text, (f"{quantity}, after", f"{quantity}, before"), kind, matters, unit, origin="ours")
-        for text, quantity, kind, matters, unit in (
-            ("the values explain more variance", "explained variance", "more", 0.1, "share"),
-            ("the KL stays closer to its target", "error of the KL", "less", 0.1, "|log2(KL / target)|"),
-            ("the reward is higher", "reward", "more", 0.1, "reward"),
+        Claim(text, names, kind, **margin_fields(PAPER, quantity), origin="ours")
+        for text, quantity, kind, names in (
+            ("the values explain more variance", EXPLAINING, "more", (f"{EXPLAINING}, after", f"{EXPLAINING}, before")),
+            ("the KL stays closer to its target", ERROR, "less", (f"{ERROR}, after", f"{ERROR}, before")),
+            ("the reward is higher", "reward", "more", ("reward, after", "reward, before")),
+            ("the values explain variance at all", EXPLAINING, "more", (f"{EXPLAINING}, after",)),
         )
     ]
-    claims.append(
-        Claim("the values explain variance at all", ("explained variance, after",), "more", 0.1, "share", origin="ours")
-    )
     caption = (
         f"Medians of {seeds_in_words(len(by(runs, 'seed')))} over the steps of PPO; bands from the lower to the upper "
         "quartile. Dashed: the target."

@@ -1,12 +1,20 @@
 """The committed verdicts follow from the committed numbers, and the READMEs show them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from experiments.claims import HEADINGS, from_json, judge
-from experiments.reports import markdown
+from experiments.black_2023_ddpo import report as black
+from experiments.claims import HEADINGS, Claim, from_json, judge
+from experiments.gao_2022_overoptimization import report as gao
+from experiments.margins import FILE, margins
+from experiments.rafailov_2023_dpo_frontier import report as rafailov
+from experiments.reports import markdown, tables
+from experiments.run_folders import Run
+from experiments.shao_2024_grpo import report as shao
+from experiments.ziegler_2019_sentiment import report as ziegler
 
 HOME = Path(__file__).resolve().parents[2] / "experiments"
 FILES = sorted(HOME.glob("*/numbers.json"))
@@ -23,6 +31,7 @@ def test_each_verdict_follows_from_the_numbers_beside_it(file: Path):
     assert [verdict.outcome for verdict in again] == [verdict.outcome for verdict in verdicts]
     for verdict, stored in zip(again, verdicts, strict=True):
         assert verdict.seeds >= 8
+        assert (verdict.coverage, verdict.agree) == (stored.coverage, stored.agree)
         for name in ("effect", "low", "high", "p", "p_corrected", "power"):
             assert getattr(verdict, name) == pytest.approx(getattr(stored, name), rel=1e-6, abs=1e-9), name
 
@@ -30,10 +39,39 @@ def test_each_verdict_follows_from_the_numbers_beside_it(file: Path):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
 def test_the_readmes_show_these_verdicts(file: Path):
     _, _, verdicts = from_json(json.loads(file.read_text(encoding="utf-8")))
-    table = markdown([verdict.cells() for verdict in verdicts], HEADINGS)
-    assert table in (file.parent / "README.md").read_text(encoding="utf-8")
+    assert tables(verdicts) in (file.parent / "README.md").read_text(encoding="utf-8")
     whole = (HOME / "README.md").read_text(encoding="utf-8")
     assert all(markdown([verdict.cells()], HEADINGS).splitlines()[-1].strip("| ") in whole for verdict in verdicts)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+def test_the_margins_are_those_of_the_file_and_were_fixed_before_the_runs(file: Path):
+    content = json.loads(file.read_text(encoding="utf-8"))
+    known = margins(file.parent.name).values()
+    assert all(margin.margin > 0 and margin.meaning for margin in known)
+    day = content["about"].split(", ")[1]  # Commit 1234567, 2026-11-24, 2 cores, ...
+    assert max(margin.fixed.isoformat() for margin in known) < day
+    for claim in from_json(content)[0]:
+        assert (claim.matters, claim.unit) in {(margin.margin, margin.unit) for margin in known}, FILE.name
+
+
+def claims_of_reports() -> dict[str, Iterable[Claim]]:
+    """The claims that some papers' report.py makes about the committed settings."""
+    run = Run(Path(), {"largest": 20, "eval_prompts": 48, "eval_split": "test"}, [], {})
+    names = ["target 3", "target 12", "coefficient 0.05", "target 12 with 64 labels"]
+    return {
+        black.PAPER: black.claims_about("jpeg_incompressibility", colours=True),
+        gao.PAPER: gao.claims_about(32, 512),
+        rafailov.PAPER: rafailov.claims_about(),
+        shao.PAPER: shao.claims_about(8, shao.first_numbers(run)),
+        ziegler.PAPER: [*ziegler.claims_about(names, [3, 12]), *ziegler.claims_about_labels([(12, 64)], [3, 12])],
+    }
+
+
+def test_the_committed_claims_are_those_that_the_reports_make():
+    for paper, made in claims_of_reports().items():
+        claims, measured, _ = from_json(json.loads((HOME / paper / "numbers.json").read_text(encoding="utf-8")))
+        assert claims == [claim for claim in made if set(claim.compared) <= set(measured)], paper
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)

@@ -256,7 +256,7 @@ def made_up(folder: Path, after: float, *, epochs: int = 4, reward: str = "rgb_a
 
     Its 8 captions differ a little from the 8 held-out ones.
     """
-    known = {"reward": reward, "estimator": "is", "seed": 0} | config
+    known = {"model": "shapes", "hold_out": True, "reward": reward, "estimator": "is", "seed": 0} | config
     place = folder / "-".join(map(str, known.values()))
     place.mkdir(parents=True)
     for sheet in ("before.png", "after.png"):

@@ -131,14 +131,14 @@ def test_planted_differences_are_found_at_equal_rounds_and_at_equal_samples(tmp_
         runs += [run_of(tmp_path, seed, k=4, prompts=2, reward=0.3)]
         runs += [run_of(tmp_path, seed, reward=0.7, nats=2.5, distinct=0.7)]
     assert {text: verdict.outcome for text, verdict in verdicts_of(runs).items()} == {
-        "K = 1, 4 prompts: without selection the reward of held-out openings changes little": "reproduced",
+        "K = 1, 4 prompts: without selection the reward of held-out openings changes little": "holds",
         "K = 2, 4 prompts: more reward than K = 1, 4 prompts, at equal rounds": "reproduced",
         "K = 4, 4 prompts: more reward than K = 2, 4 prompts, at equal rounds": "reproduced",
-        "K = 4, 2 prompts: more reward than K = 2, 4 prompts, at equal numbers of samples": "contradicted",
+        "K = 4, 2 prompts: more reward than K = 2, 4 prompts, at equal numbers of samples": "does not hold",
         "K = 2, 4 prompts: the reward of held-out openings rises": "reproduced",
-        "K = 2, 4 prompts: more reward than PPO, at equal numbers of samples": "contradicted",
+        "K = 2, 4 prompts: more reward than PPO, at equal numbers of samples": "does not carry over",
         "K = 2, 4 prompts: a lower perplexity than PPO, at equal numbers of samples": "reproduced",
-        "K = 2, 4 prompts: more diverse than PPO, at equal numbers of samples": "contradicted",
+        "K = 2, 4 prompts: more diverse than PPO, at equal numbers of samples": "does not carry over",
     }
 
 

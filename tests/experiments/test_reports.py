@@ -121,7 +121,9 @@ def test_the_program_exits_by_its_verdicts_and_leaves_what_they_follow_from(
     stored = json.loads((tmp_path / "out" / "numbers.json").read_text())
     claims, measured, verdicts = from_json(stored)
     assert judge(claims, measured) == verdicts
-    assert verdicts[0].outcome == {0.5: "reproduced", 0.0: "undecided", -0.5: "contradicted"}[effect]
+    assert (
+        verdicts[0].outcome == {0.5: "reproduced", 0.0: "no effect that matters", -0.5: "does not carry over"}[effect]
+    )
     assert "<title>title</title>" in (tmp_path / "out" / "report.html").read_text()
     assert (tmp_path / "out" / "curve.png").exists()
     assert (tmp_path / "out" / "curve.pdf").exists()

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from experiments import reproduce
-from experiments.claims import HEADINGS
+from experiments.claims import HEADINGS, Claim, judge, to_json
 from trimtab_cli.sweep.study import read_study, trials_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +66,9 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None) -
         (folder / "train.py").write_text(TRAIN.format(paper=paper, fails=fails))
         (folder / "report.py").write_text(REPORT)
         (folder / "README.md").write_text(f"# {paper}\n{reproduce.BEGIN}\nold\n{reproduce.END}\nend\n")
+    # The papers here and the modules of the real package are found under one name.
+    extended = "from pkgutil import extend_path\n__path__ = extend_path(__path__, __name__)\n"
+    (tmp_path / "experiments" / "__init__.py").write_text(extended)
     (tmp_path / "experiments" / "README.md").write_text(f"all\n{reproduce.BEGIN}\n{reproduce.END}\n")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
@@ -95,8 +99,8 @@ def test_the_table_has_every_paper_with_its_verdicts(
     assert run(monkeypatch) == 1  # one run failed
     assert (tree / "imported").read_text() == "once 0\n" * 2  # by two sweeps with two runs each
     home = tree / "experiments"
-    assert "Of 1 claims: 1 undecided." in (home / "README.md").read_text()
-    first, second = rows_of(home / "README.md")[2:]
+    assert "Claims that are counted: 1." in (home / "README.md").read_text()
+    first, second = rows_of(home / "README.md")[-2:]
     assert first[:2] == ["[a_2019](a_2019/README.md)", "not judged yet"]
     assert second[:3] == ["[b_2020](b_2020/README.md)", "undecided", "scores / count (adapted)"]
     assert "failed        run " in capsys.readouterr().out
@@ -122,7 +126,7 @@ def test_runs_on_a_gpu_are_not_forked(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_what_was_run_is_not_run_again(tree: Path, monkeypatch: pytest.MonkeyPatch):
     assert run(monkeypatch, "b_2020") == 0
-    assert [row[1] for row in rows_of(tree / "experiments" / "README.md")[2:]] == ["not judged yet", "undecided"]
+    assert [row[1] for row in rows_of(tree / "experiments" / "README.md")[-2:]] == ["not judged yet", "undecided"]
     known = sorted(tree.rglob("summary.json"))
     assert len(known) == 2
     assert run(monkeypatch, "b_2020", "--jobs", "1") == 0
@@ -156,6 +160,34 @@ def test_another_tier_runs_its_sweeps_and_leaves_the_committed_pages(tree: Path,
     assert not (tree / "runs/reproduce/default").exists()
     with pytest.raises(SystemExit):
         run(monkeypatch, "a_2019", "--tier", "smoke")
+
+
+def test_committed_numbers_are_judged_again_without_a_run(tree: Path, monkeypatch: pytest.MonkeyPatch):
+    home = tree / "experiments" / "b_2020"
+    scores = {seed: 2 + seed / 10 for seed in range(8)}
+    claims = [
+        Claim("scores | count", ("scores",), "more", 1.0, "points", origin="ours"),
+        Claim("they are there", ("scores",), "more", 1.0, "points", trivial="they are"),
+    ]
+    stale = [replace(verdict, outcome="undecided", p=0.9) for verdict in judge(claims, {"scores": scores})]
+    content = {"minutes": 2.0, "about": "Commit 1234567.", **to_json({"scores": scores}, stale)}
+    (home / "numbers.json").write_text(json.dumps(content))
+    page = f"# b\n{reproduce.BEGIN}\n\n| old |\n\nCommit 1234567.\n\n![figure](figure.png)\n\n{reproduce.END}\nend\n"
+    (home / "README.md").write_text(page)
+    assert run(monkeypatch, "--judge-again") == 0
+    text = (home / "README.md").read_text()
+    assert "| holds | scores \\| count (ours) |" in text
+    assert "| old |" not in text
+    assert text.endswith(f"Commit 1234567.\n\n![figure](figure.png)\n\n{reproduce.END}\nend\n")
+    assert [row["outcome"] for row in json.loads((home / "numbers.json").read_text())["verdicts"]] == [
+        "holds",
+        "reproduced",
+    ]
+    whole = (tree / "experiments" / "README.md").read_text()
+    assert "Claims that are counted: 1." in whole
+    assert "| ours | 1 | 1 holds | 0 does not hold | 0 | 0 |" in whole
+    assert whole.index("scores \\| count") < whole.index("Checks") < whole.index("they are there")
+    assert not (tree / "runs").exists()
 
 
 def test_nothing_is_run_where_the_table_has_no_place(tree: Path, monkeypatch: pytest.MonkeyPatch):

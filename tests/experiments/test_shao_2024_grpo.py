@@ -26,6 +26,9 @@ CONFIG = {
     "gradient_accumulation_steps": 1,
     "max_steps": 10,
     "eval_answers": 4,
+    "eval_prompts": 20,
+    "eval_split": "test",
+    "largest": 20,
 }
 
 
@@ -185,7 +188,7 @@ def test_planted_effects_have_their_names_seeds_and_signs():
     assert read.measured["variance ratio, GRPO"][10] == pytest.approx(-1.862, abs=0.001)
     verdicts = judge(read.claims, read.measured)
     assert len(verdicts) == len(read.claims) == 6
-    assert {verdict.claim.text for verdict in verdicts if verdict.outcome != "reproduced"} == set()
+    assert {verdict.claim.text for verdict in verdicts if verdict.outcome not in ("reproduced", "holds")} == set()
     assert list(read.figures) == list(read.captions) == ["figure"]
     assert read.samples["after"] == ["grpo", "online_rft", "rft"]
 
@@ -195,7 +198,7 @@ def test_an_order_that_is_not_the_papers_is_contradicted():
     runs = [planted(method, seed, right=right) for method, right in rights.items() for seed in range(10, 18)]
     read = report.read(runs)
     outcomes = {verdict.claim.text: verdict.outcome for verdict in judge(read.claims, read.measured)}
-    assert outcomes["GRPO is more accurate than online RFT after as many answers"] == "contradicted"
+    assert outcomes["GRPO is more accurate than online RFT after as many answers"] == "does not carry over"
     assert "online RFT is more accurate than RFT after as many answers" not in outcomes
 
 

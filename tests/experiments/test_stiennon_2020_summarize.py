@@ -452,7 +452,7 @@ def test_planted_effects_are_reproduced():
 
 
 @pytest.mark.parametrize(
-    ("changes", "contradicted"),
+    ("changes", "opposed"),
     [
         ({"gold_ppo_0.05": 0.0, "gold_ppo_0": -0.3}, "PPO (coefficient 0.05)"),
         ({"gold_best_of_8": 0.0}, "the best of 8"),
@@ -462,9 +462,9 @@ def test_planted_effects_are_reproduced():
         ({"judged_smollm2_128": 0.5}, "a head on smollm2 is more accurate"),
     ],
 )
-def test_the_opposite_is_contradicted(changes: dict[str, float], contradicted: str):
+def test_the_opposite_does_not_carry_over(changes: dict[str, float], opposed: str):
     results = outcomes([planted(seed, **changes) for seed in range(8)])
-    assert [outcome for text, outcome in results.items() if contradicted in text] == ["contradicted"]
+    assert [outcome for text, outcome in results.items() if opposed in text] == ["does not carry over"]
 
 
 def test_no_judgements_and_one_coefficient_leave_their_claims_out():

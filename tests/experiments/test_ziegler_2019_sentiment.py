@@ -240,8 +240,8 @@ def test_claims_that_hold_are_reproduced(tmp_path: Path):
     assert outcomes(runs) == {
         "target 2: the reward of other books' openings rises": "reproduced",
         "target 4: the reward of other books' openings rises": "reproduced",
-        "target 2: the KL is held within 25%": "reproduced",
-        "target 4: the KL is held within 25%": "reproduced",
+        "target 2: a controller with a gain holds the KL within 25%": "holds",
+        "target 4: a controller with a gain holds the KL within 25%": "holds",
         "target 4 gives more reward than 2": "reproduced",
     }
 
@@ -253,7 +253,7 @@ def test_rewards_from_more_labels_and_the_true_reward_are_compared_at_one_target
         "target 4: the reward of other books' openings rises": "reproduced",
         "target 4 with 64 labels: the reward of other books' openings rises": "reproduced",
         "target 4 with 512 labels: the reward of other books' openings rises": "reproduced",
-        "target 4: the KL is held within 25%": "reproduced",
+        "target 4: a controller with a gain holds the KL within 25%": "holds",
         "target 4 with 512 labels gives more reward than target 4 with 64 labels": "reproduced",
         "target 4 gives more reward than target 4 with 512 labels": "reproduced",
     }
@@ -269,7 +269,7 @@ def test_a_reward_that_training_does_not_move_reproduces_no_gain(tmp_path: Path)
             for target in (2.0, 4.0)
         ]
         assert "reproduced" not in outcomes(runs).values()
-        assert outcomes(runs)["target 4: the KL is held within 25%"] == "contradicted"
+        assert outcomes(runs)["target 4: a controller with a gain holds the KL within 25%"] == "does not hold"
 
 
 def test_a_fixed_coefficient_has_no_target_to_hold(tmp_path: Path):
@@ -288,7 +288,7 @@ def test_the_page_is_written_from_finished_runs(tmp_path: Path):
     report_on(TITLE, CLAIM, read, [tmp_path])
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "report.html").read_text()
-    assert "target 8: the KL is held" in page
+    assert "target 8: a controller with a gain holds the KL" in page
     assert "bands from the lower to the upper quartile" in page
     assert "new 8" in page
 
