@@ -283,7 +283,9 @@ def as_script() -> Iterator[None]:
     yield
     for name in set(sys.modules) - before:
         file = Path(getattr(sys.modules[name], "__file__", None) or "/")
-        if any(file.is_relative_to(ROOT / folder) for folder in ("experiments", "tools")):
+        folders = "experiments", "tools"
+        # A folder of an experiment is a namespace package: it has no file, and must not outlive `experiments`.
+        if name.partition(".")[0] in folders or any(file.is_relative_to(ROOT / folder) for folder in folders):
             del sys.modules[name]
 
 
