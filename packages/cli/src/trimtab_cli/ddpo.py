@@ -1,7 +1,7 @@
 """`trimtab ddpo`, `nft`, `align-prop`, `diffusion-dpo`: a diffusion pipeline from rewards, or pairs of pictures."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from trimtab_diffusion import (
     DiffusionNFTConfig,
     DiffusionNFTTrainer,
 )
-from trimtab_diffusion.prompts import Metadata, Prompts
-from trimtab_diffusion.training.base import PipelineTrainer
+from trimtab_diffusion.prompts import Prompts
 from trimtab_diffusion.training.sampling import RewardFunction
 from trimtab_lm.data.prompts import open_dataset
 
@@ -70,25 +69,25 @@ class PairArguments:
         refuse_missing_path(self.model)
         refuse_missing_path(self.dataset)
 
+    def pipeline(self) -> DefaultDDPOStableDiffusionPipeline:
+        """The pipeline, with adapters if they train."""
+        return DefaultDDPOStableDiffusionPipeline(self.model, use_lora=self.lora_rank > 0, lora_rank=self.lora_rank)
+
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the trainer takes after its config, by position and by name."""
+        return (self.pipeline(), pairs_of(self.dataset, self.split)), {}
+
 
 @dataclass(kw_only=True)
-class RewardArguments:
+class RewardArguments(PairArguments):
     """The pipeline that trains, its prompts and its reward."""
 
-    model: str = setting("Hub id or folder of a diffusers pipeline.")
     dataset: str = setting("Hub id, folder or file (.jsonl, .json, .csv, .parquet, .txt) of the prompts.")
-    split: str = setting("Split of the dataset, or a part of it.", default="train")
     reward: str = setting("file.py:function or module:function that scores images, or a class of such functions.")
-    lora_rank: CountFromZero = setting("Train LoRA adapters of this rank. 0: all weights of the denoiser.", default=4)
-    output_dir: str = setting("Folder of the model, of checkpoints and of the tracker's files.", default="runs")
 
-    def __post_init__(self) -> None:
-        refuse_missing_path(self.model)
-        refuse_missing_path(self.dataset)
-
-    def prompts(self) -> Prompts:
-        """The rows of the dataset as a prompt function."""
-        return prompts_of(self.dataset, self.split)
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the trainer takes after its config, by position and by name."""
+        return (self.function(), prompts_of(self.dataset, self.split), self.pipeline(), report), {}
 
     def function(self) -> RewardFunction:
         """The reward function; a class is called without arguments to make one.
@@ -113,12 +112,13 @@ class DDPOArguments(RewardArguments):
         if self.eval_dataset is not None:
             refuse_missing_path(self.eval_dataset)
 
-    def eval_prompts(self) -> list[tuple[str, Metadata]]:
-        """The rows of `eval_dataset`; none without it."""
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the trainer takes after its config, by position and by name."""
+        arguments, _ = super().inputs()
         if self.eval_dataset is None:
-            return []
+            return arguments, {}
         rows = prompts_of(self.eval_dataset, self.eval_split)
-        return [*zip(rows.prompts, rows.metadata, strict=True)]
+        return arguments, {"eval_prompts": [*zip(rows.prompts, rows.metadata, strict=True)]}
 
 
 def prompts_of(dataset: str, split: str) -> Prompts:
@@ -140,52 +140,22 @@ def prompts_of(dataset: str, split: str) -> Prompts:
 
 def ddpo(argv: Sequence[str]) -> int:
     """Train a diffusion pipeline from rewards."""
-    return _train(
-        "ddpo",
-        argv,
-        DDPOArguments,
-        DDPOConfig,
-        lambda run, config: DDPOTrainer(
-            config, run.function(), run.prompts(), pipeline_of(run), report, eval_prompts=run.eval_prompts()
-        ),
-        ABOUT,
-    )
+    return _train("ddpo", argv, DDPOArguments, DDPOConfig, DDPOTrainer, about=ABOUT)
 
 
 def nft(argv: Sequence[str]) -> int:
     """Train a diffusion pipeline from rewards, by regression on noised samples."""
-    return _train(
-        "nft",
-        argv,
-        RewardArguments,
-        DiffusionNFTConfig,
-        lambda run, config: DiffusionNFTTrainer(config, run.function(), run.prompts(), pipeline_of(run), report),
-        ABOUT_NFT,
-    )
+    return _train("nft", argv, RewardArguments, DiffusionNFTConfig, DiffusionNFTTrainer, about=ABOUT_NFT)
 
 
 def align_prop(argv: Sequence[str]) -> int:
     """Train a diffusion pipeline by the gradient of a reward."""
-    return _train(
-        "align-prop",
-        argv,
-        RewardArguments,
-        AlignPropConfig,
-        lambda run, config: AlignPropTrainer(config, run.function(), run.prompts(), pipeline_of(run), report_batch),
-        ABOUT_GRADIENT,
-    )
+    return _train("align-prop", argv, RewardArguments, AlignPropConfig, AlignPropTrainer, about=ABOUT_GRADIENT)
 
 
 def diffusion_dpo(argv: Sequence[str]) -> int:
     """Train a diffusion pipeline from pairs of pictures."""
-    return _train(
-        "diffusion-dpo",
-        argv,
-        PairArguments,
-        DiffusionDPOConfig,
-        lambda run, config: DiffusionDPOTrainer(config, pipeline_of(run), pairs_of(run.dataset, run.split)),
-        ABOUT_PAIRS,
-    )
+    return _train("diffusion-dpo", argv, PairArguments, DiffusionDPOConfig, DiffusionDPOTrainer, about=ABOUT_PAIRS)
 
 
 def pairs_of(dataset: str, split: str) -> Dataset:
@@ -206,15 +176,8 @@ def pairs_of(dataset: str, split: str) -> Dataset:
     return open_dataset(dataset, split)
 
 
-def pipeline_of(run: RewardArguments | PairArguments) -> DefaultDDPOStableDiffusionPipeline:
-    """The pipeline, with adapters if they train."""
-    return DefaultDDPOStableDiffusionPipeline(run.model, use_lora=run.lora_rank > 0, lora_rank=run.lora_rank)
-
-
-def _train(
-    name: str, argv: Sequence[str], arguments: Any, config_kind: Any, build: Callable[..., PipelineTrainer], about: str
-) -> int:
-    """Trains what `build(run, config)` returns, and saves it."""
+def _train(name: str, argv: Sequence[str], arguments: Any, config_kind: Any, kind: Any, *, about: str) -> int:
+    """Trains a pipeline, and saves it."""
     recipe = {"output_dir": f"runs/{name}", "exp_name": name, "tracker_project_name": "trimtab", "log_with": tracker()}
     if not torch.accelerator.is_available():
         recipe["mixed_precision"] = "no"  # half precision is for accelerators
@@ -223,7 +186,8 @@ def _train(
     disable_progress_bar()
     with errors_in_one_line(name):
         set_seed(config.seed)
-        trainer = build(run, config)
+        inputs, options = run.inputs()
+        trainer = kind(config, *inputs, **options)
     trainer.sd_pipeline.set_progress_bar_config(disable=True)
     with errors_in_one_line(name, DURING_TRAINING):
         trainer.train()
@@ -234,13 +198,9 @@ def _train(
     return 0
 
 
-def report_batch(batch: dict[str, Any], updates: int, tracker: object) -> None:
-    """Print the mean reward of an update's images; the `image_samples_hook` of AlignPropTrainer."""
-    report([[None, None, None, batch["rewards"], None]], updates, tracker)
-
-
-def report(batches: list[list[Any]], updates: int, tracker: object) -> None:
-    """Print the mean reward of an epoch's images on the main process; the `image_samples_hook` of the trainers."""
+def report(images: Any, updates: int, tracker: object) -> None:
+    """Print the mean reward of images on the main process; the `image_samples_hook` of the trainers."""
     if PartialState().is_main_process:
-        rewards = torch.cat([torch.as_tensor(rewards) for _, _, _, rewards, _ in batches])
+        parts = [images["rewards"]] if isinstance(images, dict) else [rewards for _, _, _, rewards, _ in images]
+        rewards = torch.cat([torch.as_tensor(part) for part in parts])
         print(f"after {updates} updates: mean reward {float(rewards.mean()):.4g}", flush=True)
