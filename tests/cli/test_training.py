@@ -14,8 +14,9 @@ from tests.lm import tiny
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from trimtab_cli.main import main
+from trimtab_cli.subcommands import TUNED, settings
 from trimtab_diffusion import DDPOTrainer
-from trimtab_lm import AutoModelForCausalLMWithValueHead
+from trimtab_lm import AutoModelForCausalLMWithValueHead, DPOConfig, PPOConfig, RewardConfig, SFTConfig
 
 BATCH = ("--per_device_train_batch_size=2", "--max_steps=2", "--save_strategy=no", "--learning_rate=0.01")
 REWARD = ("--dataset=prompts.jsonl", "--reward=rewards.py:length")
@@ -277,6 +278,34 @@ def test_a_mistake_is_one_line_and_status_2(words, error, place, capsys):
     line = error_of([words[0], "--model=model", *words[1:]], capsys)
     assert line.startswith(f"trimtab {words[0]}: error: ")
     assert error in line
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("model_name_or_path", "model"),
+        ("dataset_name", "dataset"),
+        ("use_peft", "lora_r"),
+        ("lora_rank", "lora_r"),
+        ("cutoff-len", "max_length"),
+    ],
+)
+def test_names_of_other_libraries_lead_to_ours_as_flags_and_in_files(theirs, ours, place, capsys):
+    words = ["sft", "--model=model", "--dataset=texts"]
+    assert error_of([*words, f"--{theirs}=8"], capsys).endswith(f"{theirs} is not a setting. Did you mean {ours}?")
+    Path("sft.yaml").write_text(f"{theirs}: 8\n", encoding="utf-8")
+    assert error_of([*words, "--config=sft.yaml"], capsys).endswith(f"Did you mean {ours}?")
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_a_training_prints_the_defaults_that_it_chose(name, place, capsys):
+    kinds = {"sft": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "ppo": PPOConfig}
+    *_, config = settings(name, ["--learning_rate=3e-4"], kinds[name], about="", recipe={"output_dir": "out"})
+    changed = TUNED[name] | {"learning_rate": 3e-4}
+    assert {each: getattr(config, each) for each in changed} == changed
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == "Settings: " + ", ".join(f"{each} {changed[each]}" for each in TUNED[name])
+    assert kinds[name]("other").learning_rate != TUNED[name]["learning_rate"] or name == "ppo"
 
 
 def test_a_file_that_is_no_json_is_named_with_its_fault(place, capsys):

@@ -29,6 +29,28 @@ from trimtab_lm.data.prompts import open_dataset
 
 from .rows import columns_of_words, recognized, tokenizer_of, with_columns
 
+TUNED: dict[str, dict[str, object]] = {
+    "sft": {"learning_rate": 2e-5},
+    "reward": {"learning_rate": 1e-5},
+    "dpo": {"learning_rate": 1e-6},
+    "ppo": {
+        "steps": 200,
+        "batch_size": 32,
+        "mini_batch_size": 16,
+        "ppo_epochs": 2,
+        "learning_rate": 1e-5,
+        "lr_warmup_steps": 5,
+        "value_learning_rate": 3e-4,
+        "max_grad_norm": 1.0,
+        "init_kl_coef": 0.1,
+        "kl_gain": 2.0,
+        "horizon": 96.0,
+    },
+}
+"""Defaults of subcommands in place of those of the configurations, which scripts of 2024 depend on.
+
+PPO's are those of experiments/ziegler_2019_sentiment, at half its learning rate, for twice as many updates a step.
+"""
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 DURING_TRAINING = (CheckpointError, RewardError)
 """Errors of a training that the user can correct."""
@@ -172,14 +194,17 @@ def settings(
     if not sys.stderr.isatty():  # where the bars of downloads and of loading would be lines of their own
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
+    tuned = TUNED.get(name, {})
     configs = parse_config(
-        *kinds, argv=argv, description=about, recipe=recipe, program=f"trimtab {name}", without=without
+        *kinds, argv=argv, description=about, recipe={**recipe, **tuned}, program=f"trimtab {name}", without=without
     )
     config = next(each for each in configs if hasattr(each, "output_dir"))
     with errors_in_one_line(name):
         if config.output_dir is None:
             raise ValueError("output_dir=None: name the folder that the run writes into.")
     config.output_dir = str(folder_of_trial(config.output_dir))
+    if tuned and os.environ.get("RANK", "0") == "0":
+        print("Settings:", ", ".join(f"{each} {getattr(configs[-1], each)}" for each in tuned), flush=True)
     return configs
 
 

@@ -133,7 +133,8 @@ def ppo(argv: Sequence[str]) -> int:
         scorers = rewards.functions()
         seq2seq, causal = AutoModelForSeq2SeqLMWithValueHead, AutoModelForCausalLMWithValueHead
         kind = seq2seq if run.is_encoder_decoder else causal
-        model = kind.from_pretrained(run.model, **run.init_kwargs(None), peft_config=run.adapters())
+        weights = {**run.init_kwargs(None), "v_head_init_strategy": "zero"}
+        model = kind.from_pretrained(run.model, **weights, peft_config=run.adapters())
         tokenizer = run.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         trainer = PPOTrainer(config, model, tokenizer=tokenizer, dataset=run.rows())

@@ -18,6 +18,25 @@ from trimtab_common.config.help_text import Flag, help_text, type_name
 from trimtab_common.config.records import plain
 from trimtab_common.config.values import ConfigError, decode, read_flags, read_settings, readings
 
+SYNONYMS = {
+    **dict.fromkeys(("model_name_or_path", "base_model", "model_name", "model_path"), "model"),
+    **dict.fromkeys(("dataset_name", "dataset_path", "train_file"), "dataset"),
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "cutoff_len", "sequence_len"), "max_length"),
+    **dict.fromkeys(("use_peft", "use_lora", "lora_rank"), "lora_r"),
+    **dict.fromkeys(("template", "chat_template_path"), "chat_template"),
+    **dict.fromkeys(("reward_funcs", "reward_function", "reward_model_path"), "reward"),
+    "dataset_train_split": "split",
+    "dataset_test_split": "eval_split",
+    "torch_dtype": "dtype",
+    "lora_target": "lora_target_modules",
+    "quantization_bit": "load_in_4bit",
+    "load_in_8bit": "load_in_4bit",
+    "micro_batch_size": "per_device_train_batch_size",
+    "lr": "learning_rate",
+    "pref_beta": "beta",
+}
+"""Names in the commands of other libraries, and ours."""
+
 
 @dataclasses.dataclass
 class _Section:
@@ -120,7 +139,8 @@ def _resolve(
     else:
         fields = [(section.short, field) for section in sections for field in section.fields]
         names = [*(field for _, field in fields), *(f"{short}.{field}" for short, field in fields)]
-        near = difflib.get_close_matches(name, names, n=1)
+        known = SYNONYMS.get(name.replace("-", "_"))
+        near = [known] if known in names else difflib.get_close_matches(name, names, n=1)
         advice = f"Did you mean {near[0]}?" if near else "--help lists the names."
         raise ConfigError(f"{prefix}{name} is not a setting. {advice}")
 
