@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, StableDiffusionPipeline
+from diffusers import StableDiffusionPipeline
 from matplotlib import pyplot as plt
 
 from experiments.black_2023_ddpo import pretrain, train
@@ -21,9 +21,9 @@ from experiments.black_2023_ddpo.shapes import (
     rgb_alignment,
     shape_match,
 )
-from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
 from experiments.claims import judge
 from experiments.run_folders import Run, finished_runs
+from experiments.small_pipeline import word_tokenizer
 from trimtab_diffusion.rewards import AestheticScore, ClipAlignment, jpeg_incompressibility
 
 ROOT = Path(train.__file__).parents[2]
@@ -91,54 +91,6 @@ def test_rgb_alignment_looks_at_the_shape_alone():
 def test_a_prompt_without_colour_and_shape_is_refused():
     with pytest.raises(ValueError, match="a purple cow"):
         rgb_alignment(torch.zeros(1, 3, SIZE, SIZE), ("a purple cow",))
-
-
-# The VAE ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def fitted() -> tuple[AutoencoderKL, torch.Tensor, torch.Tensor]:
-    mean, basis = principal_components(2 * drawn(256)[0] - 1, 6)
-    return patch_autoencoder(mean, basis), mean, basis
-
-
-def put_together(cut: torch.Tensor) -> torch.Tensor:
-    """Reassembles what `patches` cut, pixel by pixel."""
-    images = torch.empty(len(cut), 3, 2 * cut.shape[1], 2 * cut.shape[2])
-    for place in range(4):
-        images[:, :, place // 2 :: 2, place % 2 :: 2] = cut[..., 3 * place : 3 * place + 3].permute(0, 3, 1, 2)
-    return images
-
-
-def test_patches_put_together_are_the_picture():
-    images, _ = drawn(4)
-    assert torch.equal(put_together(patches(images)), images)
-
-
-def test_encoder_gives_principal_components_of_variance_one(fitted):
-    vae, _, _ = fitted
-    with torch.no_grad():
-        latents = vae.encode(2 * drawn(256)[0] - 1).latent_dist
-    rows = latents.mode().permute(0, 2, 3, 1).flatten(0, 2).double()
-    torch.testing.assert_close(rows.T @ rows / len(rows), torch.eye(6).double(), atol=1e-3, rtol=0)
-    assert latents.std.max() < 1e-6
-
-
-def test_decoder_is_the_mean_and_the_basis(fitted):
-    vae, mean, basis = fitted
-    latents = torch.randn(8, 6, 8, 8, generator=torch.Generator().manual_seed(0))
-    expected = put_together(latents.permute(0, 2, 3, 1) @ basis.T + mean)
-    is_inside = (expected.abs() < 1.5).all(1, keepdim=True).expand_as(expected)
-    with torch.no_grad():
-        torch.testing.assert_close(vae.decode(latents).sample[is_inside], expected[is_inside], atol=3e-3, rtol=0)
-
-
-def test_six_of_twelve_components_keep_most_of_a_picture(fitted):
-    vae, _, _ = fitted
-    images = 2 * drawn(64, seed=1)[0] - 1
-    with torch.no_grad():
-        again = vae.decode(vae.encode(images).latent_dist.mode()).sample
-    assert 10 * torch.log10(4 / (again - images).square().mean()) > 25  # dB
 
 
 # The pipeline ----------------------------------------------------------------------------------------------------
@@ -211,7 +163,7 @@ def test_the_shipped_weights_draw_the_prompted_colours():
 
 
 def test_each_caption_word_is_one_token():
-    tokenizer = pretrain.word_tokenizer()
+    tokenizer = word_tokenizer(CAPTIONS, pretrain.TOKENS)
     assert {len(tokenizer(prompt)["input_ids"]) for prompt in CAPTIONS} == {5}
     assert len({tuple(tokenizer(prompt)["input_ids"]) for prompt in CAPTIONS}) == 16
     assert tokenizer.unk_token_id not in tokenizer("any other words")["input_ids"][1:-1]

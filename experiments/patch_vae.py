@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ def principal_components(images: Tensor, channels: int) -> tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def patch_autoencoder(mean: Tensor, basis: Tensor) -> AutoencoderKL:
-    """Builds an AutoencoderKL of 2x2 patches: pixels = mean + basis latents, for images of up to 18x18 pixels.
+def patch_autoencoder(mean: Tensor, basis: Tensor, size: int = 16) -> AutoencoderKL:
+    """Builds an AutoencoderKL of 2x2 patches: pixels = mean + basis latents, for images of size x size pixels.
 
     Latents are [B, C, H / 2, W / 2]; pixels are from -1 to 1.
 
@@ -58,7 +59,8 @@ def patch_autoencoder(mean: Tensor, basis: Tensor) -> AutoencoderKL:
 
     Args:
         mean: The mean of the patches, [12].
-        basis: Orthogonal columns, [12, C], with C at most 7.
+        basis: Orthogonal columns, [12, C].
+        size: Height and width of the images, even.
 
     Returns:
         The autoencoder, in eval mode.
@@ -68,20 +70,20 @@ def patch_autoencoder(mean: Tensor, basis: Tensor) -> AutoencoderKL:
         block_out_channels=(WIDTH, WIDTH),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
-        layers_per_block=1,
+        layers_per_block=max(1, math.ceil(size / 4 - 0.5) - 3),  # of the blocks that count, the middle one has two
         norm_num_groups=GROUPS,
         mid_block_add_attention=False,
         use_quant_conv=False,
         use_post_quant_conv=False,
         scaling_factor=1.0,
-        sample_size=16,
+        sample_size=size,
     ).eval()
     for parameter in vae.parameters():
         parameter.zero_()
     _set_encoder(vae.encoder, mean, basis)
     _set_decoder(vae.decoder, mean, basis)
-    _make_norms_multiply(vae.encoder, torch.zeros(1, 3, 16, 16))
-    _make_norms_multiply(vae.decoder, torch.zeros(1, basis.shape[1], 8, 8))
+    _make_norms_multiply(vae.encoder, torch.zeros(1, 3, size, size))
+    _make_norms_multiply(vae.decoder, torch.zeros(1, basis.shape[1], size // 2, size // 2))
     return vae
 
 
@@ -92,13 +94,14 @@ def _set_encoder(encoder: Any, mean: Tensor, basis: Tensor) -> None:
         encoder.conv_in.weight[(colour, colour, *CENTRE)] = 1
     gather = encoder.down_blocks[0].downsamplers[0].conv
     _add_ballast(gather)
-    for sign, first in ((1, 0), (-1, channels)):
-        rows = slice(first, first + channels)
+    # Each component and its negative are in the same half, whose mean then does not depend on the image.
+    first = torch.tensor([WIDTH // GROUPS * (index // 7) + 2 * (index % 7) for index in range(channels)])
+    for sign, rows in ((1, first), (-1, first + 1)):
         gather.bias[rows] = -sign * analysis @ mean
         for place, (row, column) in enumerate(PLACES):
             gather.weight[rows, :3, row, column] = sign * analysis[:, 3 * place : 3 * place + 3]
         for index in range(channels):
-            encoder.conv_out.weight[(index, first + index, *CENTRE)] = sign / SLOPE
+            encoder.conv_out.weight[(index, int(rows[index]), *CENTRE)] = sign / SLOPE
     encoder.conv_out.bias[channels:] = -30  # the logarithm of the variance: no noise
 
 
