@@ -16,9 +16,10 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from experiments.black_2023_ddpo.bases import BASES
 from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
 from experiments.black_2023_ddpo.report import AFTER, BEFORE, CLAIM, CONTROL, HELD_OUT, TITLE, contact_sheet, read
-from experiments.black_2023_ddpo.shapes import CAPTIONS, TRAINED, colour_match, rgb_alignment, shape_match
+from experiments.emoji.pretrain import SHIPPED as EMOJI
 from experiments.reports import report_on_run
 from experiments.run_folders import append, close_folder, from_recipe, open_folder, write_per_prompt
 from trimtab_common.config import to_flat_dict
@@ -36,7 +37,6 @@ from trimtab_diffusion.rewards import (
 
 PAPER = "black_2023_ddpo"
 RECIPE = Path(__file__).with_name("recipe.yaml")
-OF_SHAPES = {"rgb_alignment": rgb_alignment, "colour_match": colour_match, "shape_match": shape_match}
 OF_FILES = {"jpeg_incompressibility": jpeg_incompressibility, "jpeg_compressibility": jpeg_compressibility}
 OF_MODELS = ("aesthetic", "clip_alignment")
 
@@ -48,14 +48,17 @@ class RunConfig:
     reward: list[str] = field(
         default_factory=lambda: ["rgb_alignment", "jpeg_incompressibility"],
         metadata={
-            "help": "One training for each: rgb_alignment, colour_match or shape_match (of shapes only), "
+            "help": "One training for each: rgb_alignment, colour_match or shape_match (of shapes); warmth, "
+            "colour_alignment, agreement, match_probability, recognised, name_match or colour_match (of emoji); "
             "jpeg_incompressibility, jpeg_compressibility, aesthetic, clip_alignment; random, the "
             "control, which says nothing about the image."
         },
     )
     model: str = field(
         default="shapes",
-        metadata={"help": "Hub id or folder of a diffusers pipeline; shapes is shipped with the experiment."},
+        metadata={
+            "help": "Hub id or folder of a diffusers pipeline; shapes and emoji are shipped with the experiments."
+        },
     )
     pretrain_steps: int = field(
         default=STEPS, metadata={"help": "Pretraining steps of shapes; the shipped one has the default."}
@@ -65,7 +68,10 @@ class RunConfig:
         metadata={"help": "For other models: simple_animals, imagenet_animals, nouns_activities or a text file."},
     )
     hold_out: bool = field(
-        default=False, metadata={"help": "Train shapes on half of the captions, and measure the others apart."}
+        default=False,
+        metadata={
+            "help": "Train shapes on half of the captions, emoji on those of its pretraining; measure the others apart."
+        },
     )
     use_lora: bool = field(default=False, metadata={"help": "Train adapters, not the whole U-Net."})
     lora_rank: int = field(default=4, metadata={"help": "Rank of the adapters."})
@@ -89,8 +95,8 @@ def random_numbers(images: Tensor, prompts: Sequence[str], metadata: Sequence[An
 
 def measures(reward: str, run: RunConfig) -> tuple[Any, dict[str, Any]]:
     """Returns the reward to train on, and other measures by name, which are only logged."""
-    is_shapes = run.model == "shapes"
-    known = {**OF_FILES, **(OF_SHAPES if is_shapes else {})}
+    base = BASES.get(run.model)
+    known = {**OF_FILES, **(base.measures if base else {})}
     if reward == "aesthetic":
         chosen: Any = AestheticScore(run.aesthetic_head or _no_head())
     elif reward == "clip_alignment":
@@ -103,7 +109,9 @@ def measures(reward: str, run: RunConfig) -> tuple[Any, dict[str, Any]]:
         raise SystemExit(
             f"--reward {reward} is none of {', '.join([*known, *OF_MODELS, CONTROL])}, for --model {run.model}."
         )
-    watched = [*OF_SHAPES] if is_shapes else []
+    watched = [*base.watched] if base else []
+    if base and reward == CONTROL:
+        watched = [*base.measures]
     watched += [*OF_FILES] if reward == CONTROL else [] if reward in OF_FILES else ["jpeg_incompressibility"]
     return chosen, {name: known[name] for name in watched if name != reward}
 
@@ -112,10 +120,17 @@ def _no_head() -> str:
     raise SystemExit("--reward aesthetic needs --aesthetic_head, the weights of LAION's predictor.")
 
 
+def folder_of(run: RunConfig) -> str:
+    """Returns the folder or hub id of the model."""
+    if run.model == "shapes":
+        return str(shapes_pipeline(run.pretrain_steps))
+    return str(EMOJI) if run.model == "emoji" else run.model
+
+
 def prompt_set(run: RunConfig, *, training: bool) -> Prompts:
     """Returns the prompts of the model: those to train on, or all."""
-    if run.model == "shapes":
-        captions = TRAINED if training and run.hold_out else CAPTIONS
+    if base := BASES.get(run.model):
+        captions = base.trained if training and run.hold_out else base.captions
         return Prompts(captions, ({},) * len(captions))
     if run.prompts in ("simple_animals", "imagenet_animals", "nouns_activities"):
         return getattr(prompt_sets, run.prompts)()
@@ -151,8 +166,7 @@ def mean_of_each(values: Tensor, asked: Sequence[str], prompts: Container[str]) 
 def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[str, tuple[float, float]]:
     """Trains on one reward, and writes history, pictures and pipeline; returns each measure before and after."""
     function, others = measures(reward, run)
-    name = str(shapes_pipeline(run.pretrain_steps)) if run.model == "shapes" else run.model
-    drawing = DiffusionPipeline.from_pretrained(name)
+    drawing = DiffusionPipeline.from_pretrained(folder_of(run))
     pipeline = DDPOStableDiffusionPipeline(drawing, use_lora=run.use_lora, lora_rank=run.lora_rank)
     asking, learnt = prompt_set(run, training=False), prompt_set(run, training=True)
     trainer = DDPOTrainer(ddpo, function, learnt, pipeline, other_rewards=others)
@@ -204,8 +218,8 @@ def learn(trainer: DDPOTrainer, folder: Path | None) -> None:
 
 
 def side_by_side(run: RunConfig) -> int:
-    """Trainings at a time: one per processor for shapes, one in all for other models."""
-    is_alone = "WORLD_SIZE" not in os.environ and run.model == "shapes" and not torch.accelerator.is_available()
+    """Trainings at a time: one per processor for shipped models, one in all for others."""
+    is_alone = "WORLD_SIZE" not in os.environ and run.model in BASES and not torch.accelerator.is_available()
     return min(len(run.reward), os.cpu_count() or 1) if is_alone else 1
 
 
@@ -215,7 +229,7 @@ def one(reward: str, run: RunConfig, ddpo: DDPOConfig) -> dict[str, tuple[float,
     diffusers.utils.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if run.model == "shapes":
+    if run.model in BASES:
         torch.set_num_threads(1)  # its layers are so small that a second thread mostly waits
     return train(reward, run, ddpo, Path(ddpo.logdir))
 
@@ -238,8 +252,8 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
         tracker = {**ddpo.tracker_kwargs, "wandb": {**shown, "name": f"{name} {shown.get('name', '')}".strip()}}
         configs.append(replace(ddpo, run_name=name, logdir=str(folder / name), tracker_kwargs=tracker))
     jobs = side_by_side(run)
-    if run.model == "shapes":
-        shapes_pipeline(run.pretrain_steps)  # before several processes need it
+    if run.model in BASES:
+        folder_of(run)  # before several processes need it
     if jobs > 1:
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             results = list(pool.map(one, run.reward, repeat(run), configs))

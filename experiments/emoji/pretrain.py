@@ -1,0 +1,106 @@
+"""Pretrains a small Stable Diffusion of emoji: `python -m experiments.emoji.pretrain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from torch import Tensor
+
+from experiments.emoji.drawings import BASE, CAPTIONS, SIZE, TRAINED, drawings, rendered
+from experiments.patch_vae import patch_autoencoder, patches, principal_components
+from experiments.small_pipeline import caption_tokens, denoising_loss, stable_diffusion, word_tokenizer
+from trimtab_common.tracking import progress
+
+LATENT_CHANNELS, TOKENS, TEXT_WIDTH = 10, 8, 64
+STEPS, BATCH, LEARNING_RATE, UNPROMPTED, AVERAGED = 1400, 64, 1.5e-3, 0.1, 0.995
+SHIPPED = Path(__file__).with_name("pipeline")
+
+
+def main() -> None:
+    """Pretrains, and writes the pipeline next to this file with weights in half precision."""
+    pipeline = pretrained_pipeline(drawings(BASE).flatten(0, 1))
+    pipeline.text_encoder.half().float()  # rounds, and stores float32: transformers keeps the stored precision
+    pipeline.unet.half()
+    pipeline.save_pretrained(SHIPPED)
+
+
+def pretrained_pipeline(drawn: Tensor, steps: int = STEPS, *, seed: int = 0) -> StableDiffusionPipeline:
+    """Fits a pipeline to drawings: sets the VAE by PCA, and trains text encoder and U-Net to predict v.
+
+    Args:
+        drawn: A drawing for each of CAPTIONS: RGB and opacity, [144, 4, 64, 64].
+        steps: Updates of BATCH images.
+        seed: Determines images and weights.
+
+    Returns:
+        A pipeline for images of 24x24 pixels, in float32.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.cat([2 * rendered(drawn, generator) - 1 for _ in range(16)])
+    mean, basis = principal_components(images, LATENT_CHANNELS)
+    # Latents vary with the root of their component's deviation, and by 1 in the mean square, so that noise hides fine
+    # detail first. If all varied equally, the model would have to choose outline and detail at the same time.
+    deviations = basis.norm(dim=0)
+    basis = basis * (deviations.mean() / deviations).sqrt()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipeline = assemble(patch_autoencoder(mean, basis, SIZE))
+        _pretrain(pipeline, mean, basis, drawn, steps, generator)
+    return pipeline
+
+
+def assemble(vae: AutoencoderKL) -> StableDiffusionPipeline:
+    """Returns a pipeline of `vae`, an untrained U-Net of 2.2M parameters and an untrained CLIP text encoder."""
+    unet = UNet2DConditionModel(
+        sample_size=SIZE // 2,
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        block_out_channels=(48, 96),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=TEXT_WIDTH,
+        attention_head_dim=4,  # the number of heads, despite the name
+        norm_num_groups=8,
+    )
+    return stable_diffusion(vae, unet, word_tokenizer(CAPTIONS, TOKENS), prediction_type="v_prediction")
+
+
+def _pretrain(
+    pipeline: StableDiffusionPipeline,
+    mean: Tensor,
+    basis: Tensor,
+    drawn: Tensor,
+    steps: int,
+    generator: torch.Generator,
+) -> None:
+    """Trains on new renderings at each step, and leaves the running average of the weights in the pipeline."""
+    unet, text_encoder = pipeline.unet, pipeline.text_encoder
+    trained = torch.tensor([CAPTIONS.index(caption) for caption in TRAINED])
+    tokens = caption_tokens(pipeline.tokenizer, [*CAPTIONS, ""])
+    parameters = [*unet.parameters(), *text_encoder.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.05)
+    averages = [parameter.detach().clone() for parameter in parameters]
+    unet.train()
+    for _ in progress(steps, "pretraining"):
+        chosen = trained[torch.randint(len(trained), (BATCH,), generator=generator)]
+        pixels = 2 * rendered(drawn[chosen], generator) - 1
+        latents = ((patches(pixels) - mean) @ (basis / basis.square().sum(0))).permute(0, 3, 1, 2)
+        chosen[torch.rand(BATCH, generator=generator) < UNPROMPTED] = len(CAPTIONS)
+        denoising_loss(pipeline, latents, text_encoder(tokens[chosen])[0], generator).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        for average, parameter in zip(averages, parameters, strict=True):
+            average.lerp_(parameter.detach(), 1 - AVERAGED)
+    for parameter, average in zip(parameters, averages, strict=True):
+        parameter.data.copy_(average)
+    unet.eval()
+
+
+if __name__ == "__main__":
+    main()
