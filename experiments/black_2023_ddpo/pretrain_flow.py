@@ -6,10 +6,11 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
 
-from experiments.black_2023_ddpo.pretrain import LATENT_CHANNELS, word_tokenizer
+from experiments.black_2023_ddpo.pretrain import LATENT_CHANNELS, TOKENS
 from experiments.black_2023_ddpo.shapes import CAPTIONS, SIZE, colour_match, draw, shape_match
-from experiments.black_2023_ddpo.vae import patch_autoencoder, patches, principal_components
+from experiments.patch_vae import patch_autoencoder, patches, principal_components
 from experiments.small_flow import BATCH, CALL, flow_pipeline, load_flow, pretrain
+from experiments.small_pipeline import word_tokenizer
 
 SHIPPED = Path(__file__).with_name("flow")
 STEPS = 800
@@ -30,7 +31,7 @@ def pretrained_flow(steps: int, *, seed: int = 0) -> StableDiffusion3Pipeline:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         vae = patch_autoencoder(mean, basis)
-        pipeline = flow_pipeline(vae, word_tokenizer(), size=SIZE // 2, patch=2, layers=4, width=96)
+        pipeline = flow_pipeline(vae, word_tokenizer(CAPTIONS, TOKENS), size=SIZE // 2, patch=2, layers=4, width=96)
         pretrain(pipeline, batch, CAPTIONS, steps, generator)
     return pipeline
 
