@@ -287,7 +287,7 @@ def test_a_mistake_is_one_line_and_status_2(words, error, place, capsys):
         ("dataset_name", "dataset"),
         ("use_peft", "lora_r"),
         ("lora_rank", "lora_r"),
-        ("cutoff-len", "max_length"),
+        ("cutoff_len", "max_length"),
     ],
 )
 def test_names_of_other_libraries_lead_to_ours_as_flags_and_in_files(theirs, ours, place, capsys):
