@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.lm import tiny
 
 from experiments import reports
 from experiments.claims import Claim, from_json, judge
-from experiments.evaluation import continued, kl_of_samples
+from experiments.evaluation import answer_logprobs, continued, kl_of_samples
 from experiments.provenance import in_words
 from experiments.reports import Report, spread
 from experiments.run_folders import (
@@ -169,16 +170,40 @@ def test_numbers_of_prompts_are_read_back_by_seed(tmp_path: Path):
         of_seeds([*runs, runs[0]], lambda run: 0.0)
 
 
-def test_kl_of_samples_is_the_mean_gap_of_log_probabilities():
+def all_answers(policy: Any, reference: Any) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every answer of two tokens to one prompt: its probability, its log-ratio, and its estimate of the KL."""
+    size = policy.config.vocab_size
+    rows = [torch.tensor([first, second]) for first in range(size) for second in range(size)]
+    prompts = [tiny.rows(1, 4, 4)[0]] * len(rows)
+    ours, theirs = (torch.tensor(answer_logprobs(model, prompts, rows)) for model in (policy, reference))
+    steps = torch.tensor([kl_of_samples(policy, reference, prompts[:1], [row]) for row in rows[::size]])
+    return prompts, ours.exp(), ours - theirs, steps.repeat_interleave(size)
+
+
+def test_the_kl_by_exact_steps_has_the_expectation_of_the_log_ratio_and_less_variance():
     policy, reference = tiny.llama(0).train(), tiny.llama(1)
-    prompts, answers = tiny.rows(5, 2, 4), tiny.rows(5, 1, 5, seed=1)
-    gaps = [
-        (tiny.taken_of(policy, *row) - tiny.taken_of(reference, *row)).sum()
-        for row in zip(prompts, answers, strict=True)
-    ]
-    kl = kl_of_samples(policy, reference, prompts, answers, batch_size=2)
-    assert kl == pytest.approx(float(sum(gaps)) / 5, rel=1e-4)
+    _, probabilities, gaps, steps = all_answers(policy, reference)
+    assert float(probabilities.sum()) == pytest.approx(1, abs=1e-5)
+    exact = float((probabilities * gaps).sum())  # the KL of whole answers, by its definition
+    assert float((probabilities * steps).sum()) == pytest.approx(exact, rel=1e-4)
+    of_gaps, of_steps = (float((probabilities * (values - exact) ** 2).sum()) for values in (gaps, steps))
+    assert of_steps < of_gaps / 2
     assert policy.training
+
+
+def test_the_kl_of_samples_is_a_mean_over_answers_of_any_length():
+    policy, reference = tiny.llama(0), tiny.llama(1)
+    prompts, answers = tiny.rows(5, 2, 4), tiny.rows(5, 1, 5, seed=1)
+    alone = [kl_of_samples(policy, reference, [prompt], [row]) for prompt, row in zip(prompts, answers, strict=True)]
+    assert min(alone) > 0
+    assert kl_of_samples(policy, reference, prompts, answers, batch_size=2) == pytest.approx(sum(alone) / 5, rel=1e-4)
+    assert kl_of_samples(policy, policy, prompts, answers) == 0
+
+
+def test_log_probabilities_of_answers_are_those_of_a_plain_forward_pass():
+    model, prompts, answers = tiny.llama(0), tiny.rows(5, 2, 4), tiny.rows(5, 1, 5, seed=1)
+    plain = [float(tiny.taken_of(model, *row).sum()) for row in zip(prompts, answers, strict=True)]
+    assert answer_logprobs(model, prompts, answers, batch_size=2) == pytest.approx(plain, rel=1e-4)
 
 
 def test_a_continuation_keeps_the_space_before_it():
