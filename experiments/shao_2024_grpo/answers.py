@@ -18,18 +18,19 @@ def majority(answers: Sequence[str], truth: str) -> float:
     return float(counts[truth] == most) / sum(count == most for count in counts.values())
 
 
-def scores_of(answers: Sequence[str], truth: str) -> dict[str, float]:
-    """Scores K answers to one sum, K a power of two.
+def scores_of(answers: Sequence[str], truth: str, probability: float) -> dict[str, float]:
+    """Scores a sum by K sampled answers, K a power of two, and by the probability that an answer is right.
 
     Returns:
-        right: the share of right answers. maj@k and pass@k for k = 1, 2, 4, ..., K: whether the majority of k answers
-        is right, and whether one of them is, as means over K / k disjoint sets of answers.
+        right: the probability. For k = 1, 2, 4, ..., K: pass@k, the probability that one of k independent answers is
+        right, 1 - (1 - p)^k; and maj@k, whether the majority of k sampled answers is right, as a mean over K / k
+        disjoint sets of answers.
     """
-    scores = {"right": fmean(answer == truth for answer in answers)}
+    scores = {"right": probability}
     size = 1
     while size <= len(answers):
         sets = [answers[start : start + size] for start in range(0, len(answers), size)]
         scores[f"maj@{size}"] = fmean(majority(chosen, truth) for chosen in sets)
-        scores[f"pass@{size}"] = fmean(truth in chosen for chosen in sets)
+        scores[f"pass@{size}"] = 1 - (1 - probability) ** size
         size *= 2
     return scores

@@ -16,10 +16,12 @@ from experiments.assets import model_folder
 from experiments.run_folders import begin, finish, from_recipe, show, write_per_prompt
 from experiments.samples import write_samples
 from experiments.shao_2024_grpo.answers import right, scores_of
+from experiments.shao_2024_grpo.exact import probability_of_right
 from experiments.shao_2024_grpo.variance import gradient_variances
 from trimtab_lm.data.prompts import PROMPT_IDS
 from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
 from trimtab_lm.interface import Model
+from trimtab_lm.sampling.generate import eos_token_ids
 from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
 
 PAPER = "shao_2024_grpo"
@@ -119,7 +121,10 @@ class PretrainedSampler:
 
 
 def look(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> tuple[dict[str, list[float]], list[str]]:
-    """Samples answers to the evaluated sums, and prints some; returns `scores_of` and one answer to each sum."""
+    """Scores the evaluated sums, and prints some answers; returns the scores of each sum and one answer to it.
+
+    The share of right answers and Pass@K are exact, by `probability_of_right`; Maj@K is of sampled answers.
+    """
     rows, seed = trainer.eval_dataset, trainer.args.seed
     model = trainer.accelerator.unwrap_model(trainer.model)
     trainer.sampler.version += 1
@@ -131,7 +136,19 @@ def look(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> tuple[dict[str, 
     texts = trainer.tokenizer.batch_decode(rollout.completions, skip_special_tokens=True)
     lines = [text.partition("\n")[0].strip() for text in texts]
     groups = [lines[start : start + run.eval_answers] for start in range(0, len(lines), run.eval_answers)]
-    scores = [scores_of(group, str(answer)) for group, answer in zip(groups, rows["answer"], strict=True)]
+    probabilities = probability_of_right(
+        model,
+        trainer.tokenizer,
+        prompts,
+        rows["answer"],
+        max_tokens=trainer.args.max_completion_length,
+        temperature=trainer.args.temperature,
+        end_ids=eos_token_ids(model, trainer.tokenizer.eos_token_id),
+    )
+    scores = [
+        scores_of(group, str(answer), probability)
+        for group, answer, probability in zip(groups, rows["answer"], probabilities, strict=True)
+    ]
     firsts = [group[0] for group in groups]
     if trainer.is_world_process_zero():
         show(f"{when} training", asked(trainer)[: run.samples], firsts[: run.samples])
@@ -165,7 +182,7 @@ def main(run: RunConfig, grpo: GRPOConfig) -> None:
     summary = {name: fmean(row) for name, row in of_sums.items()} | variances
     if trainer.is_world_process_zero():
         shares = " -> ".join(f"{summary[name]:.3f}" for name in ("right_before", "right") if name in summary)
-        print(f"right of {len(after['right']) * run.eval_answers} answers to other sums: {shares}")
+        print(f"right of the answers to {len(after['right'])} other sums: {shares}")
         write_per_prompt(Path(str(grpo.output_dir)), of_sums)
         columns = {"sum": asked(trainer), "before": old_answers or [""] * len(answers), "after": answers}
         columns["right after"] = after["right"]

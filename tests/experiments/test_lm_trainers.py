@@ -150,7 +150,7 @@ def test_grpo_answers_sums(model: str, tmp_path: Path, capsys: pytest.CaptureFix
     history = left_behind(tmp_path)
     assert [row["step"] for row in history if "loss" in row] == [1, 2]
     assert len(logged(history, "eval_right")) == len(logged(history, "eval_right_before")) == 1
-    assert "right of 4 answers to other sums" in capsys.readouterr().out
+    assert "right of the answers to 2 other sums" in capsys.readouterr().out
 
 
 def test_an_answer_is_right_if_its_first_line_is_the_number():
