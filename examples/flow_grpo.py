@@ -7,8 +7,8 @@ evaluated in 20 steps without noise, on captions that it does not train on.
     python examples/flow_grpo.py             # a few minutes on two cores; --help lists every setting
     python examples/flow_grpo.py --smoke     # two small epochs
 
-You see the reward of the held-out captions rise, while the distance of their shapes from the prompted colour, which is
-not trained on, stays small.
+You see the reward of the held-out captions rise from 0.52 to 0.78. The distance of their shapes from the prompted
+colour, which nothing rewards, rises too, from 0.04 to 0.22: --init_kl_coef is the weight against that.
 """
 
 import random
