@@ -17,6 +17,8 @@ import torch
 import transformers
 from datasets import Dataset
 from datasets.exceptions import DatasetsError
+from huggingface_hub import get_session, try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from peft import LoraConfig
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.utils import is_bitsandbytes_available
@@ -202,6 +204,8 @@ def settings(
     with errors_in_one_line(name):
         if config.output_dir is None:
             raise ValueError("output_dir=None: name the folder that the run writes into.")
+        if isinstance(run := configs[0], RunConfig):
+            require_hub(run.model, uploads=bool(getattr(config, "push_to_hub", False)))
     config.output_dir = str(folder_of_trial(config.output_dir))
     if tuned and os.environ.get("RANK", "0") == "0":
         print("Settings:", ", ".join(f"{each} {getattr(configs[-1], each)}" for each in tuned), flush=True)
@@ -246,6 +250,27 @@ def refuse_missing_path(name: str) -> None:
     is_path = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or is_in_a_folder
     if (is_path or path.suffix in DATA_SUFFIXES) and not path.exists():
         raise ValueError(f"There is no file or folder {name}.")
+
+
+def require_hub(model: str, *, uploads: bool) -> None:
+    """Raise ValueError within seconds where the hub is needed and does not answer; libraries retry for half a minute.
+
+    Args:
+        model: hub id or folder. A model that is in the cache needs no hub.
+        uploads: whether the run uploads what it trains.
+    """
+    is_here = Path(model).exists() or isinstance(try_to_load_from_cache(model, "config.json"), str)
+    if is_here and not uploads:
+        return
+    need = (
+        "push_to_hub=True needs the hub" if is_here else f"There is no folder {model}, and the cache has no such model"
+    )
+    if HF_HUB_OFFLINE:
+        raise ValueError(f"{need}; HF_HUB_OFFLINE is set. Unset it.")
+    try:
+        get_session().head(ENDPOINT, timeout=3)
+    except Exception as error:  # the kinds are those of whichever client huggingface_hub uses
+        raise ValueError(f"{need}; {ENDPOINT} does not answer: {error}") from error
 
 
 def named(name: str) -> Callable[..., Any] | str:
