@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DPMSolverMultistepScheduler, FlowMatchHeunDiscreteScheduler
 from tests.diffusion import test_modern_pipelines as modern
 from tests.diffusion import tiny
 from tests.diffusion.run_diffusion_dpo_distributed import rows_of
@@ -19,6 +20,8 @@ from trimtab_diffusion import (
     DDPOTrainer,
     DiffusionDPOConfig,
     DiffusionDPOTrainer,
+    DiffusionNFTConfig,
+    DiffusionNFTTrainer,
 )
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.filterwarnings("ignore")]
@@ -80,6 +83,24 @@ def by_pairs(kind: str, folder: Path, *, use_lora: bool, **settings: Any) -> Dif
     return DiffusionDPOTrainer(DiffusionDPOConfig(**defaults | settings), pipeline, rows_of(8))
 
 
+def by_regression(kind: str, folder: Path, *, use_lora: bool, **settings: Any) -> DiffusionNFTTrainer:
+    with tiny.from_seed(1):
+        pipeline = DDPOStableDiffusionPipeline(BUILD[kind](), use_lora=use_lora)
+    solver = settings.pop("solver", None)
+    defaults: dict[str, Any] = {
+        "logdir": str(folder),
+        "sample_num_steps": 3,
+        "sample_batch_size": 2,
+        "group_size": 2,
+        "train_batch_size": 4,
+        "train_gradient_accumulation_steps": 1,
+        "train_learning_rate": 1e-2,
+        "old_decay_rate": 0.3,
+    }
+    chosen = solver and solver.from_config(pipeline.scheduler.config)
+    return DiffusionNFTTrainer(DiffusionNFTConfig(**defaults | settings), brightness, Turns(), pipeline, solver=chosen)
+
+
 def resumes(kind: str, folder: Path, trainer: Callable[..., Any] = trainer, **settings: Any) -> None:
     straight = trainer(kind, folder, **settings)
     assert straight.accelerator.device.type == "musa"
@@ -124,3 +145,18 @@ def test_gradients_of_rewards(kind: str, precision: str, use_lora: bool, setting
 @pytest.mark.parametrize("kind", ["sd", "sd3"])
 def test_pairs_of_pictures(kind: str, precision: str, use_lora: bool, tmp_path: Path):
     resumes(kind, tmp_path, by_pairs, use_lora=use_lora, mixed_precision=precision)
+
+
+@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["sd", "sd3"])
+def test_regression_on_samples(kind: str, precision: str, use_lora: bool, tmp_path: Path):
+    resumes(kind, tmp_path, by_regression, use_lora=use_lora, mixed_precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("kind", "solver"),
+    [("sd", DPMSolverMultistepScheduler), ("sd3", FlowMatchHeunDiscreteScheduler)],
+)
+def test_solvers(kind: str, solver: Any, tmp_path: Path):
+    resumes(kind, tmp_path, by_regression, use_lora=True, mixed_precision="no", solver=solver)
