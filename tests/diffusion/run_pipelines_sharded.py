@@ -1,4 +1,4 @@
-"""Runs the other trainers of pipelines with weights divided among processes (FSDP2), under torchrun or alone."""
+"""Runs AlignProp and Diffusion-DPO with weights divided among processes (FSDP2), under torchrun or alone."""
 
 import sys
 import tempfile
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
-from tests.diffusion import run_nft_distributed as nft
 from tests.diffusion import tiny
 from tests.diffusion.run_alignprop_distributed import Numbers, SameNoise, redness
 from tests.diffusion.run_ddpo_sharded import local_size, whole
@@ -19,7 +18,6 @@ from trimtab_diffusion import (
     DDPOStableDiffusionPipeline,
     DiffusionDPOConfig,
     DiffusionDPOTrainer,
-    DiffusionNFTConfig,
 )
 
 COUNT = 4  # pictures or pairs of an update, over all processes
@@ -35,23 +33,14 @@ def diffusion_dpo(settings: dict[str, Any], pipeline: DDPOStableDiffusionPipelin
     return DiffusionDPOTrainer(DiffusionDPOConfig(**settings), pipeline, rows_of(COUNT))
 
 
-def diffusion_nft(settings: dict[str, Any], pipeline: DDPOStableDiffusionPipeline) -> nft.SameNoise:
-    sizes = nft.settings_of(settings["logdir"], processes=COUNT // settings["train_gradient_accumulation_steps"])
-    return nft.SameNoise(DiffusionNFTConfig(**sizes | settings), nft.redness, nft.Numbers(), pipeline)
-
-
-BUILD: dict[str, Callable[..., Any]] = {
-    "alignprop": alignprop,
-    "diffusion_dpo": diffusion_dpo,
-    "diffusion_nft": diffusion_nft,
-}
+BUILD: dict[str, Callable[..., Any]] = {"alignprop": alignprop, "diffusion_dpo": diffusion_dpo}
 CASES = [(name, use_lora) for name in BUILD for use_lora in (False, True)]
 
 
 def run(name: str, *, use_lora: bool, processes: int = 1) -> dict[str, Any]:
     """Makes two updates; returns the weights, statistics, and how many numbers of weights this process holds."""
     plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "reshard_after_forward": True}
-    with tempfile.TemporaryDirectory() as folder, same_noise(), nft.same_noise():
+    with tempfile.TemporaryDirectory() as folder, same_noise():
         settings: dict[str, Any] = {
             "logdir": folder,
             "mixed_precision": "no",

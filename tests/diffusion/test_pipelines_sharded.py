@@ -1,4 +1,4 @@
-"""AlignProp, Diffusion-DPO and DiffusionNFT sharded over two processes (FSDP2) equal themselves on one."""
+"""AlignProp and Diffusion-DPO sharded over two processes (FSDP2) equal themselves on one."""
 
 from typing import Any
 

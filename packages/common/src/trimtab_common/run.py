@@ -251,8 +251,6 @@ class Run:
                     return weights.get(name)
                 case ("state", str(name), "state", int(number), *_) if name in moments_of:
                     return moments_of[name][number]
-                case ("state", str(), str(name)):  # an average of the weights, by their names
-                    return weights.get(name)
             return None
 
         return owner

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from trimtab_common.sharding import reshard
-
 
 class OldPolicy:
     """The old weights of a denoiser (DiffusionNFT, arXiv:2509.16117, section 3.3).
@@ -17,13 +15,12 @@ class OldPolicy:
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
-        self.denoiser = denoiser
         self.trained = {name: weight for name, weight in denoiser.named_parameters() if weight.requires_grad}
         self.weights = {name: weight.detach().clone() for name, weight in self.trained.items()}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Gives the denoiser the old weights inside the block. Collective where weights are divided."""
+        """Gives the denoiser the old weights inside the block."""
         self._exchange()
         try:
             yield
@@ -32,7 +29,6 @@ class OldPolicy:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        reshard(self.denoiser)  # weights that stayed whole after a forward pass would not change
         for name, weight in self.trained.items():
             kept = weight.detach().clone()
             weight.copy_(self.weights[name])

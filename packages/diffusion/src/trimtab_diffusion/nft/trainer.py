@@ -8,13 +8,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline, SchedulerMixin
 from torch import Tensor
 
 from trimtab_common.conditions import Vitals
 from trimtab_common.health import check_rows
 from trimtab_common.seeding import sampling_seed
+from trimtab_common.sharding import divides_weights
 from trimtab_common.stats import Deviation, Mean, Stats, gather_over_ranks, gather_stats, merge_stats
 from trimtab_common.time_limit import reward_limit
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
@@ -63,7 +63,7 @@ class DiffusionNFTTrainer(PipelineTrainer):
         solver: the diffusers scheduler that samples, such as a DPMSolverMultistepScheduler; None: the pipeline's own.
 
     Raises:
-        ValueError: there is a solver and `config.sample_eta`, or the engine is DeepSpeed's.
+        ValueError: there is a solver and `config.sample_eta`, or the engine is FSDP or DeepSpeed.
     """
 
     paper, title = "Zheng et al. 2025, arXiv:2509.16117", "DiffusionNFT model"
@@ -85,10 +85,11 @@ class DiffusionNFTTrainer(PipelineTrainer):
                 "Set sample_eta=0, or leave out the solver."
             )
         super().__init__(config, sd_pipeline)
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if divides_weights(self.accelerator):
             raise ValueError(
-                "DiffusionNFT samples with averaged weights, which it cannot put into DeepSpeed's engine. Train with "
-                "FSDP2 or DDP."
+                f"DiffusionNFT samples with averaged weights, which it cannot exchange for weights that "
+                f"{self.accelerator.distributed_type.value} divides over processes. Train with DDP, and use_lora=True "
+                "if memory is short."
             )
         self.reward_fn, self.image_samples_callback, self.solver = reward_function, image_samples_hook, solver
         self.schedule: Schedule | None = None
