@@ -14,6 +14,7 @@ from tests.processes import results_of_two
 
 from trimtab_common.stats import Mean
 from trimtab_diffusion import DDPOStableDiffusionPipeline, DiffusionNFTConfig, DiffusionNFTTrainer
+from trimtab_diffusion.nft import trainer as nft_trainer
 from trimtab_diffusion.nft.algorithm import losses
 from trimtab_diffusion.nft.loss import mean_square, self_normalized
 from trimtab_diffusion.trajectories import noised_pairs
@@ -292,6 +293,12 @@ def test_a_solver_beside_noise_of_the_own_scheduler_is_refused(tmp_path: Path):
     solver = diffusers.DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
     with pytest.raises(ValueError, match=r"sample_eta=0\.5 is the noise of the pipeline's own scheduler"):
         trainer(tmp_path, pipeline, solver=solver, sample_eta=0.5)
+
+
+def test_weights_that_processes_divide_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nft_trainer, "divides_weights", lambda accelerator: True)
+    with pytest.raises(ValueError, match=r"divides over processes\. Train with DDP"):
+        trainer(tmp_path)
 
 
 @pytest.mark.parametrize(
