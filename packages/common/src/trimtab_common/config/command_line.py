@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from trimtab_common.config.fields import Computed, short_name
-from trimtab_common.config.help_text import Flag, help_text, type_name
+from trimtab_common.config.help_text import REQUIRED, Flag, help_text, type_name
 from trimtab_common.config.records import plain
 from trimtab_common.config.values import ConfigError, decode, read_flags, read_settings, readings
 
@@ -202,5 +202,5 @@ def _default(field: dataclasses.Field[object]) -> object:
 def _flags(section: _Section) -> Iterator[Flag]:
     for name, field in section.fields.items():
         default = section.values.get(name, _default(field))
-        shown = "required" if default is dataclasses.MISSING else f"default {plain(default)!r}"
+        shown = REQUIRED if default is dataclasses.MISSING else f"default {plain(default)!r}"
         yield Flag.of(section.kind, field, section.hints[name], default=shown, is_set=name in section.values)

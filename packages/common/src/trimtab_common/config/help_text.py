@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, get_args
 
 WIDTH = 108
+REQUIRED = "required"
+"""The default of a flag that must be given, in words."""
 
 
 class Flag(NamedTuple):
@@ -75,12 +77,13 @@ def help_text(
         program: how the program is started.
         description: what it does.
         flags_by_title: for the title of each configuration its flags.
-        everything: whether to show all flags: a configuration's own first, inherited ones of other libraries last.
+        everything: whether to show all flags. Required ones stand first, then a configuration's own; those of other
+            libraries stand last.
     """
     lines = [f"usage: {program} [--config FILE.yaml] [--name=value ...]", ""]
     lines += [description, ""] if description else []
     for title, flags in flags_by_title.items():
-        ordered = sorted(flags, key=lambda flag: (bool(flag.inherited_from), not flag.is_own))
+        ordered = sorted(flags, key=lambda flag: (flag.default != REQUIRED, bool(flag.inherited_from), not flag.is_own))
         hidden = [] if everything else [flag for flag in ordered if not flag.is_everyday]
         lines.append(f"{title}:")
         lines += [line for flag in ordered if flag not in hidden for line in flag.lines()]
