@@ -68,6 +68,11 @@ def type_name(hint: object) -> str:
     return re.sub(r"Literal\[(.*?)\]", lambda choices: choices[1].replace(", ", " | "), text)
 
 
+def _rank(flag: Flag) -> tuple[bool, bool, bool]:
+    is_optional = flag.default != REQUIRED
+    return is_optional, bool(flag.inherited_from), is_optional and not flag.is_own
+
+
 def help_text(
     program: str, description: str | None, flags_by_title: Mapping[str, Iterable[Flag]], *, everything: bool
 ) -> str:
@@ -83,7 +88,7 @@ def help_text(
     lines = [f"usage: {program} [--config FILE.yaml] [--name=value ...]", ""]
     lines += [description, ""] if description else []
     for title, flags in flags_by_title.items():
-        ordered = sorted(flags, key=lambda flag: (flag.default != REQUIRED, bool(flag.inherited_from), not flag.is_own))
+        ordered = sorted(flags, key=_rank)
         hidden = [] if everything else [flag for flag in ordered if not flag.is_everyday]
         lines.append(f"{title}:")
         lines += [line for flag in ordered if flag not in hidden for line in flag.lines()]
