@@ -68,10 +68,10 @@ class HooksOf2024(Trainer):
                 setattr(cls, name, fitted)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in FITTED and callable(value):
-            options = {"parameters": FITTED[name][0], "shown": value}
-            fitted = _fitted(name, lambda _, *args, **kwargs: value(*args, **kwargs), **options)
-            value = value if fitted is value else MethodType(fitted, self)
+        if name in FITTED and callable(method := value):
+            options = {"parameters": FITTED[name][0], "shown": method}
+            fitted = _fitted(name, lambda _, *args, **kwargs: method(*args, **kwargs), **options)
+            value = method if fitted is method else MethodType(fitted, self)
         super().__setattr__(name, value)
 
 
