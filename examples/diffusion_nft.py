@@ -27,7 +27,8 @@ from trimtab_diffusion import DiffusionNFTConfig, DiffusionNFTTrainer
 
 SETTINGS = {"num_epochs": 12, "mixed_precision": "no", "sample_batch_size": 64, "sample_num_batches_per_epoch": 1}
 SETTINGS |= {"group_size": 8, "train_batch_size": 32, "train_gradient_accumulation_steps": 2, "save_freq": 100}
-SETTINGS |= {"train_timestep_fraction": 0.5, "train_warmup_steps": 5, "logdir": "runs/examples/diffusion_nft"}
+SETTINGS |= {"train_timestep_fraction": 0.5, "train_warmup_steps": 5, "train_learning_rate": 1e-4}
+SETTINGS |= {"old_decay_rate": 0.05, "logdir": "runs/examples/diffusion_nft"}
 SMOKE = {"num_epochs": 2, "sample_num_steps": 4, "sample_batch_size": 8, "group_size": 4, "train_batch_size": 4}
 SHAPES = Path(__file__).parents[1] / "experiments" / "black_2023_ddpo" / "shapes"
 COLOURS = {"red": (0.9, 0.15, 0.15), "green": (0.15, 0.75, 0.2), "blue": (0.2, 0.3, 0.95), "yellow": (0.95, 0.85, 0.15)}
@@ -64,10 +65,8 @@ def main(run: RunConfig, config: DiffusionNFTConfig) -> None:
     pipeline = StableDiffusionPipeline.from_pretrained(run.model)
     pipeline.set_progress_bar_config(disable=True)
     count = 16 if run.smoke else 256
-    before, reward = (
-        measured(pipeline, count),
-        (lambda images, *_: torch.randn(len(images))) if run.random_rewards else alignment,
-    )
+    before = measured(pipeline, count)
+    reward = (lambda images, *_: torch.randn(len(images))) if run.random_rewards else alignment
     trainer = DiffusionNFTTrainer(config, reward, lambda: (random.choice(CAPTIONS), {}), pipeline)
     for epoch in range(config.num_epochs):
         trainer.step(epoch, trainer.global_step)
