@@ -93,8 +93,7 @@ def test_the_objects_of_a_process_share_a_lock_and_the_last_one_frees_it(tmp_pat
     assert not (tmp_path / "_lock").exists()
 
 
-def test_a_process_that_the_writer_forked_does_not_keep_the_lock(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(locks, "PATIENCE", 0.0)
+def test_a_process_that_the_writer_forked_does_not_keep_the_lock(tmp_path: Path):
     forks = "import os\nif os.fork() == 0: sys.stdin.read(); os._exit(0)\n"
     with writer(tmp_path, before=forks) as other:
         other.kill()

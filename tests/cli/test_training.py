@@ -339,7 +339,8 @@ def test_a_folder_of_an_adapter_is_no_model_to_train(place, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("sft", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)]
+    ("name", "kind"),
+    [("sft", AutoModelForCausalLM), pytest.param("reward", AutoModelForSequenceClassification, marks=pytest.mark.slow)],
 )
 def test_a_merged_model_computes_what_base_and_adapter_compute(name, kind, place, capsys):
     run(name, *COMMANDS[name], "--lora_r=2")

@@ -227,6 +227,7 @@ def test_a_bad_run_is_stopped_early(place, sweep):
     assert not is_alive(int(calls()[1][2]))
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_without_repeating_what_finished(place, sweep):
     config = {"method": "grid", "parameters": {"level": {"values": [1, 2]}, "mode": {"values": ["good", "wait"]}}}
     process = start(config)

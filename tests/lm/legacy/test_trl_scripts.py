@@ -142,6 +142,7 @@ print("every name leads somewhere")
 """
 
 
+@pytest.mark.slow
 def test_every_name_leads_somewhere_or_says_what_to_use(tmp_path):
     assert "every name leads somewhere" in run(tmp_path, "-c", NAMES)
 
