@@ -356,6 +356,7 @@ def test_two_processes_are_one(tmp_path: Path):
         for part in ("weights", "old"):
             for name, weight in first[kind][part].items():
                 assert torch.equal(weight, second[kind][part][name])
-                torch.testing.assert_close(weight, alone[part][name], rtol=1e-6, atol=1e-9)
+                # images are scored in float32, and Adam magnifies the rounding of a small gradient; a step is 3e-4
+                torch.testing.assert_close(weight, alone[part][name], rtol=1e-6, atol=1e-7)
         for mine, its in zip(first[kind]["history"], alone["history"], strict=True):
             assert mine == pytest.approx(its, rel=1e-5, abs=1e-6)
