@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from trimtab_common.config import to_flat_dict
 from trimtab_common.sealing import (
@@ -160,8 +160,11 @@ def layout_fingerprint(model: nn.Module) -> str:
 
 
 def _hash(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, default=lambda one: getattr(one, "tolist", lambda: type(one).__name__)())
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_as_json).encode()).hexdigest()[:16]
+
+
+def _as_json(value: object) -> object:
+    return value.tolist() if isinstance(value, Tensor) else type(value).__name__
 
 
 def _differences(saved: RunRecord, current: RunRecord) -> list[tuple[str, object, object]]:
