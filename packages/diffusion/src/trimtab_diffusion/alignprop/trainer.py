@@ -20,7 +20,14 @@ from trimtab_diffusion.training import config as shared
 from trimtab_diffusion.training.base import SAMPLE, TRAIN, PipelineTrainer
 from trimtab_diffusion.training.hook import HookTracker
 from trimtab_diffusion.training.optimizing import Updates
-from trimtab_diffusion.training.sampling import PromptFunction, RewardFunction, captioned, draw_prompts, rewards_of
+from trimtab_diffusion.training.sampling import (
+    PromptFunction,
+    RewardFunction,
+    captioned,
+    draw_prompts,
+    guidance_of,
+    rewards_of,
+)
 from trimtab_diffusion.trajectories import Trajectories
 
 from .algorithm import first_step, latents_with_gradient, redrawn_latents, reward_loss, update
@@ -117,9 +124,6 @@ class AlignPropTrainer(PipelineTrainer):
         finish: Callable[[Trajectories], Tensor] = partial(latents_with_gradient, denoiser=self.model, first=first)
         if count := config.low_variance_samples:
             finish = partial(redrawn_latents, denoiser=self.model, count=count, generator=generator)
-        guidance: dict[str, Any] = {self.sd_pipeline.guidance_argument: config.sample_guidance_scale}
-        if config.is_guided:
-            guidance["negative_prompt"] = [config.negative_prompts or ""] * len(texts)
         output = self.sd_pipeline(
             prompt=list(texts),
             eta=config.sample_eta,
@@ -127,7 +131,7 @@ class AlignPropTrainer(PipelineTrainer):
             output_type="pt",
             num_inference_steps=config.sample_num_steps,
             finish=finish,
-            **guidance,
+            **guidance_of(self.sd_pipeline, config, len(texts)),
         )
         images, copies = output.images.float(), max(1, count)
         check_rows({"the pixels": images.detach()}, what="image")
@@ -169,12 +173,9 @@ class AlignPropTrainer(PipelineTrainer):
 
     def _log(self, epoch: int, batch: dict[str, Any], stats: dict[str, Any]) -> None:
         """Checks the health of an update's statistics, calls the hook and sends all on."""
-        warns, config = self.accelerator.is_main_process, self.config
-        self.last_stats = {name: value for name, value in stats.items() if isinstance(value, float)}
-        health = self.run.health.report(Vitals(), self.last_stats, when=f"epoch {epoch}", warns=warns)
-        self.run.tracker.log({**stats, **health}, self.global_step)
+        self._report(epoch, stats, Vitals())
         images, rewards = batch["images"].detach(), batch["rewards"].detach()
         self.run.tracker.images("pictures", *captioned(images, batch["prompts"], rewards), self.global_step)
-        if self.image_samples_callback is not None and self.global_step % config.log_image_freq == 0:
+        if self.image_samples_callback is not None and self.global_step % self.config.log_image_freq == 0:
             seen = batch | {"images": images, "rewards": rewards}
             self.image_samples_callback(seen, self.global_step, HookTracker(self.run.tracker))

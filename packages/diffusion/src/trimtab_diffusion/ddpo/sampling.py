@@ -16,7 +16,7 @@ from trimtab_common.time_limit import reward_limit
 from trimtab_diffusion.compat.trees import tree_leaves
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.steps import Steps
-from trimtab_diffusion.training.sampling import RewardFunction, checked_prompt, rewards_of
+from trimtab_diffusion.training.sampling import RewardFunction, checked_prompt, guidance_of, rewards_of
 from trimtab_diffusion.trajectories import TEXT, Schedule, Trajectories
 
 from .config import DDPOConfig
@@ -108,12 +108,6 @@ class Batches(Sequence[list[Any]]):
         check_rows({"the pixels": images}, what="image")
         self.trajectories.append(output.trajectories)
         self._sampled.append([images, prompts, metadata])
-
-
-def guidance_of(pipeline: DDPOStableDiffusionPipeline, config: DDPOConfig, count: int) -> dict[str, Any]:
-    """The arguments by which a call of the pipeline on `count` prompts is guided."""
-    scale = {pipeline.guidance_argument: config.sample_guidance_scale}
-    return scale | ({"negative_prompt": [config.negative_prompts or ""] * count} if config.is_guided else {})
 
 
 def checked_prompts(prompts: Sequence[tuple[str, Any]], config: DDPOConfig, processes: int) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from trimtab_common.conditions import Vitals
 from trimtab_common.formulas.kl import kl_controller
 from trimtab_common.formulas.surrogate import clipped_ratio, surrogate_stats
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import Mean, Stats, gather_over_ranks, gather_stats, merge_stats
+from trimtab_common.stats import Mean, Stats, gather_stats, merge_stats
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompt_stats import PerPromptStatTracker
 from trimtab_diffusion.rewards import jpeg_incompressibility, mean_over_frames
@@ -22,7 +22,14 @@ from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
 from trimtab_diffusion.training.base import EVALUATION, SAMPLE, TRAIN, PipelineTrainer
 from trimtab_diffusion.training.hook import HookTracker
 from trimtab_diffusion.training.optimizing import Updates
-from trimtab_diffusion.training.sampling import PromptFunction, RewardFunction, captioned, draw_prompts, rewards_of
+from trimtab_diffusion.training.sampling import (
+    PromptFunction,
+    RewardFunction,
+    captioned,
+    draw_prompts,
+    relative_to_all,
+    rewards_of,
+)
 from trimtab_diffusion.training.setup import reference_of
 from trimtab_diffusion.trajectories import Trajectories, noised_pairs, sampled_pairs
 
@@ -189,17 +196,16 @@ class DDPOTrainer(PipelineTrainer):
         Returns:
             [B], float32.
         """
-        gathered = gather_over_ranks([*zip(prompts, rewards.tolist(), strict=True)])
-        texts, values = zip(*chain(*gathered), strict=True)
-        scores, limit = torch.tensor(values, dtype=torch.float64), self.config.train_adv_clip_max
-        if self.prompt_stats is not None and not self.config.is_regression:
-            advantages = self.prompt_stats.update(texts, scores)
-        else:
-            advantages = advantages_of(scores, torch.tensor([*map(texts.index, texts)]), self.config)
-        if not self.config.is_regression:
-            advantages = advantages.clamp(-limit, limit)
-        before = sum(map(len, gathered[: self.accelerator.process_index]))
-        return advantages[before : before + len(prompts)].float()
+        limit = self.config.train_adv_clip_max
+
+        def advantages(texts: Sequence[str], scores: Tensor, numbers: Tensor) -> Tensor:
+            if self.config.is_regression:
+                return advantages_of(scores, numbers, self.config)
+            if self.prompt_stats is not None:
+                return self.prompt_stats.update(texts, scores).clamp(-limit, limit)
+            return advantages_of(scores, numbers, self.config).clamp(-limit, limit)
+
+        return relative_to_all(prompts, rewards, advantages)
 
     def calculate_loss(
         self,
@@ -283,15 +289,12 @@ class DDPOTrainer(PipelineTrainer):
         kl_coef = None if kl is None else self.kl_ctl.value
         if kl is not None:
             gathered["objective/kl_coef"] = kl_coef
-        self.last_stats = {name: value for name, value in gathered.items() if isinstance(value, float)}
         std, clipped = gathered["reward_std"], gathered.get("clipfrac")
         scale = config.rwr_beta * std if config.estimator == "rwr" else None  # other estimators divide by the deviation
         vitals = Vitals(kl=kl, kl_coef=kl_coef, clip_fraction=clipped, reward_std=std, scale=scale)
-        warns = self.accelerator.is_main_process
-        health = self.run.health.report(vitals, self.last_stats, when=f"epoch {epoch}", warns=warns)
+        self._report(epoch, gathered, vitals)
         if kl is not None:
             self.kl_ctl.update(kl, len(samples.rewards) * self.accelerator.num_processes)
-        self.run.tracker.log({**gathered, **health}, self.global_step)
         images, prompts, _, rewards, _ = samples.batches[-1]
         self.run.tracker.images("pictures", *captioned(images, prompts, rewards), self.global_step)
 

@@ -97,10 +97,7 @@ class DiffusionDPOTrainer(PipelineTrainer):
             "time/epoch": time.perf_counter() - started,
         }
         gathered = gather_stats(merge_stats([of_run, *stats]))
-        self.last_stats = {name: value for name, value in gathered.items() if isinstance(value, float)}
-        warns = self.accelerator.is_main_process
-        health = self.run.health.report(Vitals(), self.last_stats, when=f"epoch {epoch}", warns=warns)
-        self.run.tracker.log({**gathered, **health}, self.global_step)
+        self._report(epoch, gathered, Vitals())
         self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= config.num_epochs)
         return self.global_step
 

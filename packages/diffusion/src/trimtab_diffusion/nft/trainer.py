@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -15,14 +14,22 @@ from trimtab_common.conditions import Vitals
 from trimtab_common.health import check_rows
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.sharding import divides_weights
-from trimtab_common.stats import Deviation, Mean, Stats, gather_over_ranks, gather_stats, merge_stats
+from trimtab_common.stats import Deviation, Mean, Stats, gather_stats, merge_stats
 from trimtab_common.time_limit import reward_limit
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.training import config as shared
 from trimtab_diffusion.training.base import SAMPLE, TRAIN, PipelineTrainer
 from trimtab_diffusion.training.hook import HookTracker
 from trimtab_diffusion.training.optimizing import Updates
-from trimtab_diffusion.training.sampling import PromptFunction, RewardFunction, captioned, draw_prompts, rewards_of
+from trimtab_diffusion.training.sampling import (
+    PromptFunction,
+    RewardFunction,
+    captioned,
+    draw_prompts,
+    guidance_of,
+    relative_to_all,
+    rewards_of,
+)
 from trimtab_diffusion.training.setup import reference_of
 from trimtab_diffusion.trajectories import Schedule, Trajectories
 
@@ -178,9 +185,7 @@ class DiffusionNFTTrainer(PipelineTrainer):
             Images [B, 3, H, W] within [0, 1], and trajectories with their last latents.
         """
         config, pipeline = self.config, self.sd_pipeline
-        call: dict[str, Any] = {"prompt": list(prompts), pipeline.guidance_argument: config.sample_guidance_scale}
-        if config.is_guided:
-            call["negative_prompt"] = [config.negative_prompts or ""] * len(prompts)
+        call: dict[str, Any] = {"prompt": list(prompts), **guidance_of(pipeline, config, len(prompts))}
         steps: dict[str, Any] = {"num_inference_steps": config.sample_num_steps}
         if self.solver is None:
             noise: dict[str, Any] = {"eta": config.sample_eta} if config.sample_eta else {"window": (0, 0)}
@@ -207,7 +212,7 @@ class DiffusionNFTTrainer(PipelineTrainer):
         """Rewards [b] of a batch, float32 on the CPU, and the reward function's metadata.
 
         Raises:
-            TypeError, ValueError: there is not one finite number per image.
+            RewardError: there is not one finite number per image.
         """
         with reward_limit(self.config.reward_timeout):
             result = self.reward_fn(images, prompts, metadata)
@@ -223,12 +228,7 @@ class DiffusionNFTTrainer(PipelineTrainer):
         Returns:
             [B], float32.
         """
-        gathered = gather_over_ranks([*zip(prompts, rewards.tolist(), strict=True)])
-        texts, values = zip(*chain(*gathered), strict=True)
-        numbers = torch.tensor([*map(texts.index, texts)])
-        optimal = optimality_of(torch.tensor(values, dtype=torch.float64), numbers, self.config)
-        before = sum(map(len, gathered[: self.accelerator.process_index]))
-        return optimal[before : before + len(prompts)].float()
+        return relative_to_all(prompts, rewards, lambda _, scores, numbers: optimality_of(scores, numbers, self.config))
 
     def _log(self, epoch: int, samples: Samples, optimal: Tensor, parts: list[Stats]) -> None:
         """Merges an epoch's statistics over processes, checks their health, and sends them on. Collective."""
@@ -243,9 +243,6 @@ class DiffusionNFTTrainer(PipelineTrainer):
             "optimality/half": Mean.of((optimal == 0.5).float()),
         }
         gathered = gather_stats(merge_stats([of_run, *parts]))
-        self.last_stats = {name: value for name, value in gathered.items() if isinstance(value, float)}
-        vitals, warns = Vitals(reward_std=gathered["reward_std"]), self.accelerator.is_main_process
-        health = self.run.health.report(vitals, self.last_stats, when=f"epoch {epoch}", warns=warns)
-        self.run.tracker.log({**gathered, **health}, self.global_step)
+        self._report(epoch, gathered, Vitals(reward_std=gathered["reward_std"]))
         images, prompts, _, rewards, _ = samples.batches[-1]
         self.run.tracker.images("pictures", *captioned(images, prompts, rewards), self.global_step)

@@ -1,6 +1,6 @@
 """The run of a trainer of diffusion pipelines: epochs, checkpoints, files."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 
+from trimtab_common.conditions import Vitals
 from trimtab_common.config import to_flat_dict
 from trimtab_common.hub import write_model_card
 from trimtab_common.run import Stateful
@@ -135,6 +136,13 @@ class PipelineTrainer:
                     save_or_warn(self.save_checkpoint, self.config.on_save_error)
                 self.run.interruption.end_if_asked(self.save_checkpoint)
         return history
+
+    def _report(self, epoch: int, stats: Mapping[str, Any], vitals: Vitals) -> None:
+        """Keeps an epoch's numbers as `last_stats`, checks their health, and sends them on."""
+        self.last_stats = {name: value for name, value in stats.items() if isinstance(value, float)}
+        warns = self.accelerator.is_main_process
+        health = self.run.health.report(vitals, self.last_stats, when=f"epoch {epoch}", warns=warns)
+        self.run.tracker.log({**stats, **health}, self.global_step)
 
     def _generator(self, use: int, number: int, device: torch.device | str = "cpu") -> torch.Generator:
         """Random numbers that depend on the seed, the process, their use and its number, and not on earlier draws."""

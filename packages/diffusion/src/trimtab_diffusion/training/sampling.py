@@ -1,13 +1,19 @@
 """The functions that a caller gives a trainer: what they are called with, and checks of what they return."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 
 from trimtab_common.reward_checks import checked_scores
 from trimtab_common.seeding import private_rngs
+from trimtab_common.stats import gather_over_ranks
+from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
+
+from .config import SamplingConfig
 
 RewardFunction = Callable[[Tensor, tuple[str, ...], tuple[Any, ...]], Any]
 
@@ -46,6 +52,34 @@ def checked_prompt(prompt: Any, source: str) -> tuple[str, Any]:
     if not (isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[0], str)):
         raise TypeError(f"{source} {prompt!r}; a tuple of a text and its metadata is needed.")
     return str(prompt[0]), prompt[1]
+
+
+def guidance_of(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig, count: int) -> dict[str, Any]:
+    """The arguments by which a call of the pipeline on `count` prompts is guided."""
+    scale = {pipeline.guidance_argument: config.sample_guidance_scale}
+    return scale | ({"negative_prompt": [config.negative_prompts or ""] * count} if config.is_guided else {})
+
+
+def relative_to_all(
+    prompts: Sequence[str], rewards: Tensor, compared: Callable[[Sequence[str], Tensor, Tensor], Tensor]
+) -> Tensor:
+    """What a comparison with all processes' samples says of this process's. Collective.
+
+    Args:
+        prompts: B texts.
+        rewards: [B].
+        compared: takes all processes' N prompts, their rewards [N] in float64, and numbers [N] that are equal for equal
+            prompts; returns [N].
+
+    Returns:
+        [B], float32.
+    """
+    gathered = gather_over_ranks([*zip(prompts, rewards.tolist(), strict=True)])
+    texts, values = zip(*chain(*gathered), strict=True)
+    numbers = torch.tensor([*map(texts.index, texts)])
+    result = compared(texts, torch.tensor(values, dtype=torch.float64), numbers)
+    before = sum(map(len, gathered[: PartialState().process_index]))
+    return result[before : before + len(prompts)].float()
 
 
 def rewards_of(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, Any]:
