@@ -86,16 +86,16 @@ def test_a_base_model_on_conversations_ends_with_a_line_that_names_the_flag(
 
 def test_a_question_is_a_message_with_a_template_and_a_line_without():
     rows = Dataset.from_list([{"instruction": "Add.", "input": "1 2", "output": "3"}])
-    (row,) = recognized(rows, tiny.tokenizer())
+    (row,) = recognized(rows, tiny.tokenizer)
     assert (row["prompt"], row["completion"]) == ("Add.\n\n1 2\n", "3")
-    (row,) = recognized(rows, tiny.tokenizer(chat_template="{{ messages }}"))
+    (row,) = recognized(rows, lambda: tiny.tokenizer(chat_template="{{ messages }}"))
     assert row["prompt"] == [{"role": "user", "content": "Add.\n\n1 2"}]
     assert row["completion"] == [{"role": "assistant", "content": "3"}]
 
 
 def test_rows_that_trainers_read_stay_as_they_are():
     rows = Dataset.from_list([{"prompt": "a", "completion": "b", "question": "c", "answer": "d"}])
-    assert recognized(rows, tiny.tokenizer()) is rows
+    assert recognized(rows, tiny.tokenizer) is rows
 
 
 def test_names_of_columns_are_checked():

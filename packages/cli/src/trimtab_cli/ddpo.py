@@ -56,11 +56,11 @@ COLUMNS = ("prompt", "text")
 
 
 @dataclass(kw_only=True)
-class PairArguments:
-    """The pipeline that trains, and its pairs of pictures."""
+class PipelineArguments:
+    """The pipeline that trains, and its rows."""
 
     model: str = setting("Hub id or folder of a diffusers pipeline.")
-    dataset: str = setting("Hub id, folder of pictures, or file (.parquet) of the pairs.")
+    dataset: str = setting("Hub id, folder or file of the rows.")
     split: str = setting("Split of the dataset, or a part of it.", default="train")
     lora_rank: CountFromZero = setting("Train LoRA adapters of this rank. 0: all weights of the denoiser.", default=4)
     output_dir: str = setting("Folder of the model, of checkpoints and of the tracker's files.", default="runs")
@@ -73,13 +73,20 @@ class PairArguments:
         """The pipeline, with adapters if they train."""
         return DefaultDDPOStableDiffusionPipeline(self.model, use_lora=self.lora_rank > 0, lora_rank=self.lora_rank)
 
+
+@dataclass(kw_only=True)
+class PairArguments(PipelineArguments):
+    """The pipeline that trains, and its pairs of pictures."""
+
+    dataset: str = setting("Hub id, folder of pictures, or file (.parquet) of the pairs.")
+
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the trainer takes after its config, by position and by name."""
         return (self.pipeline(), pairs_of(self.dataset, self.split)), {}
 
 
 @dataclass(kw_only=True)
-class RewardArguments(PairArguments):
+class RewardArguments(PipelineArguments):
     """The pipeline that trains, its prompts and its reward."""
 
     dataset: str = setting("Hub id, folder or file (.jsonl, .json, .csv, .parquet, .txt) of the prompts.")

@@ -1,6 +1,6 @@
 """Rows of widespread formats as the columns that trainers read, and chat templates for base models."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def with_columns(rows: Dataset, names: Mapping[str, str]) -> Dataset:
     return rows.remove_columns(replaced).rename_columns({old: new for new, old in names.items()})
 
 
-def recognized(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def recognized(rows: Dataset, load_tokenizer: Callable[[], PreTrainedTokenizerBase]) -> Dataset:
     """Adds prompt and completion, or prompt, chosen and rejected, to rows of a widespread format; keeps other rows.
 
     The formats are alpaca's (instruction, input, output), gsm8k's (question, answer), both with chosen and rejected in
@@ -61,8 +61,8 @@ def recognized(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
 
     Args:
         rows: the dataset.
-        tokenizer: with a chat template, prompts and answers become conversations; without, texts, each prompt with a
-            line break at its end.
+        load_tokenizer: called for alpaca's and gsm8k's rows. With a chat template, prompts and answers become
+            conversations; without, texts, each prompt with a line break at its end.
     """
     present = set(rows.column_names)
     if {"conversations", "chosen", "rejected"} <= present and "prompt" not in present:
@@ -71,7 +71,7 @@ def recognized(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     if question is None or not present.isdisjoint(("prompt", "messages", "conversations", "text")):
         return rows
     answer = next((second for first, second in ANSWERS if first == question and second in present), None)
-    is_chat = tokenizer.chat_template is not None
+    is_chat = load_tokenizer().chat_template is not None
 
     def convert(row: Mapping[str, Any]) -> dict[str, Text]:
         asked = "\n\n".join(text for text in (row[question], row.get("input")) if text)

@@ -106,7 +106,9 @@ class RunConfig:
     def rows(self, split: str | None = None) -> Dataset:
         """The rows of a split of the dataset, in a format of the trainers; None: those to train on."""
         rows = open_dataset(self.dataset, split or self.split)
-        return recognized(with_columns(rows, self.columns) if self.columns else rows, self.tokenizer)  # type: ignore[arg-type]
+        if isinstance(self.columns, dict):
+            rows = with_columns(rows, self.columns)
+        return recognized(rows, lambda: self.tokenizer)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
