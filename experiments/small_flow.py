@@ -10,9 +10,9 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
-from trimtab_common.tracking import progress
+from experiments.small_pipeline import caption_tokens, optimizer_steps, text_config
 
 TEXT_WIDTH, HEAD = 32, 32
 BATCH, LEARNING_RATE, UNPROMPTED, EMA = 64, 2e-3, 0.1, 0.995
@@ -35,18 +35,7 @@ def flow_pipeline(
         layers: blocks of the transformer.
         width: channels of the transformer, a multiple of 32.
     """
-    text = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=TEXT_WIDTH,
-        intermediate_size=2 * TEXT_WIDTH,
-        projection_dim=TEXT_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=tokenizer.model_max_length,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    text = text_config(tokenizer, TEXT_WIDTH, projection_dim=TEXT_WIDTH)
     transformer = SD3Transformer2DModel(
         sample_size=size,
         patch_size=patch,
@@ -92,16 +81,9 @@ def pretrain(
         generator: determines what is random.
     """
     transformer, encoder = pipeline.transformer, pipeline.text_encoder
-    length = pipeline.tokenizer.model_max_length
-    tokens = pipeline.tokenizer(
-        [*captions, ""], padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    ).input_ids
-    parameters = [*transformer.parameters(), *encoder.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.05)
-    averages = [parameter.detach().clone() for parameter in parameters]
-    transformer.train()
-    for step in progress(steps, "pretraining"):
+    tokens = caption_tokens(pipeline.tokenizer, [*captions, ""])
+
+    def loss() -> Tensor:
         latents, chosen = draw(generator)
         count = len(latents)
         chosen = torch.where(torch.rand(count, generator=generator) < UNPROMPTED, len(captions), chosen)
@@ -115,16 +97,18 @@ def pretrain(
             encoder_hidden_states=torch.cat([text.hidden_states[-2]] * 2, dim=2),
             pooled_projections=torch.cat([text.text_embeds] * 2, dim=1),
         ).sample
-        loss = F.mse_loss(velocity, noise - latents)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        share = max(1 - EMA, 9 / (10 + step))  # at first a shorter mean, which forgets the random start
-        torch._foreach_lerp_(averages, [parameter.detach() for parameter in parameters], share)
-    for parameter, average in zip(parameters, averages, strict=True):
-        parameter.data.copy_(average)
+        return F.mse_loss(velocity, noise - latents)
+
+    transformer.train()
+    optimizer_steps(
+        [*transformer.parameters(), *encoder.parameters()],
+        loss,
+        steps,
+        learning_rate=LEARNING_RATE,
+        averaged=lambda step: max(1 - EMA, 9 / (10 + step)),  # at first a shorter mean, which forgets the random start
+        betas=(0.9, 0.99),
+        weight_decay=1e-2,
+    )
     transformer.eval()
 
 

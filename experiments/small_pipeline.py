@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNe
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from trimtab_common.tracking import progress
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 
@@ -26,18 +29,7 @@ def stable_diffusion(
         tokenizer: Its `model_max_length` is the text encoder's.
         scheduler: Further arguments of DDIMScheduler.
     """
-    width = unet.config["cross_attention_dim"]
-    text = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=tokenizer.model_max_length,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    text = text_config(tokenizer, unet.config["cross_attention_dim"])
     # Leading steps with an offset of one, as in Stable Diffusion: the last step has noise too, so it can be trained.
     ddim = DDIMScheduler(
         beta_schedule="scaled_linear",
@@ -59,6 +51,71 @@ def stable_diffusion(
         feature_extractor=None,
         requires_safety_checker=False,
     )
+
+
+def text_config(tokenizer: CLIPTokenizer, width: int, **settings: Any) -> CLIPTextConfig:
+    """Returns the configuration of a CLIP text encoder of two layers.
+
+    Args:
+        tokenizer: Its `model_max_length` is the encoder's.
+        width: Of the encoder's states.
+        settings: Further arguments of CLIPTextConfig.
+    """
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=tokenizer.model_max_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **settings,
+    )
+
+
+def save_in_half_precision(pipeline: StableDiffusionPipeline, folder: Path) -> None:
+    """Writes a pipeline with the U-Net's weights in float16; the text encoder's are rounded to it."""
+    pipeline.text_encoder.half().float()  # rounds, and stores float32: transformers keeps the stored precision
+    pipeline.unet.half()
+    pipeline.save_pretrained(folder)
+
+
+def optimizer_steps(
+    parameters: Sequence[Tensor],
+    loss: Callable[[], Tensor],
+    steps: int,
+    *,
+    learning_rate: float,
+    averaged: Callable[[int], float] | None = None,
+    **adamw: Any,
+) -> None:
+    """Takes steps of AdamW at a rate that rises and falls once (OneCycleLR), with gradients of norm 1 at most.
+
+    Args:
+        parameters: The weights that train.
+        loss: Draws a batch, and returns its loss.
+        steps: How many.
+        learning_rate: The largest rate.
+        averaged: The share of a step's weights, from its number, in a running average, which the parameters are set to
+            at the end. None: no average.
+        adamw: Further arguments of AdamW.
+    """
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, **adamw)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.05)
+    averages = [parameter.detach().clone() for parameter in parameters]
+    for step in progress(steps, "pretraining"):
+        loss().backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if averaged is not None:
+            torch._foreach_lerp_(averages, [parameter.detach() for parameter in parameters], averaged(step))
+    if averaged is not None:
+        for parameter, average in zip(parameters, averages, strict=True):
+            parameter.data.copy_(average)
 
 
 def caption_tokens(tokenizer: CLIPTokenizer, captions: Sequence[str]) -> Tensor:

@@ -12,8 +12,14 @@ from torch import Tensor
 from experiments.assets.registry import build_once, cache_dir
 from experiments.black_2023_ddpo.shapes import CAPTIONS, draw
 from experiments.patch_vae import patch_autoencoder, patches, principal_components
-from experiments.small_pipeline import caption_tokens, denoising_loss, stable_diffusion, word_tokenizer
-from trimtab_common.tracking import progress
+from experiments.small_pipeline import (
+    caption_tokens,
+    denoising_loss,
+    optimizer_steps,
+    save_in_half_precision,
+    stable_diffusion,
+    word_tokenizer,
+)
 
 LATENT_CHANNELS, TOKENS, TEXT_WIDTH = 6, 8, 32
 SHIPPED = Path(__file__).with_name("shapes")
@@ -38,9 +44,7 @@ def shapes_pipeline(steps: int = STEPS) -> Path:
 def main() -> None:
     """Pretrains at the default size and writes the pipeline next to this file, with weights in half precision."""
     pipeline = pretrained_pipeline(STEPS)
-    pipeline.text_encoder.half().float()  # rounds, and stores float32: transformers keeps the stored precision
-    pipeline.unet.half()
-    pipeline.save_pretrained(SHIPPED)
+    save_in_half_precision(pipeline, SHIPPED)
 
 
 def pretrained_pipeline(steps: int, *, seed: int = 0) -> StableDiffusionPipeline:
@@ -77,19 +81,16 @@ def _pretrain(pipeline: StableDiffusionPipeline, mean: Tensor, basis: Tensor, st
     unet, text_encoder = pipeline.unet, pipeline.text_encoder
     captions = caption_tokens(pipeline.tokenizer, [*CAPTIONS, ""])
     parameters = [*unet.parameters(), *text_encoder.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.05)
-    unet.train()
-    for _ in progress(steps, "pretraining"):
+
+    def loss() -> Tensor:
         chosen = torch.randint(len(CAPTIONS), (BATCH,), generator=generator)
         pixels = 2 * draw(chosen, generator) - 1
         latents = ((patches(pixels) - mean) @ (basis / basis.square().sum(0))).permute(0, 3, 1, 2)
         chosen[torch.rand(BATCH, generator=generator) < UNPROMPTED] = len(CAPTIONS)
-        denoising_loss(pipeline, latents, text_encoder(captions)[0][chosen], generator).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        return denoising_loss(pipeline, latents, text_encoder(captions)[0][chosen], generator)
+
+    unet.train()
+    optimizer_steps(parameters, loss, steps, learning_rate=LEARNING_RATE, weight_decay=1e-4)
     unet.eval()
 
 

@@ -41,7 +41,7 @@ class Classifier(nn.Module):
 
 @cache
 def shipped_classifier() -> Classifier:
-    """Returns the classifier that stands beside this file, in eval mode, with weights that do not train."""
+    """Returns the shipped classifier in eval mode; its weights do not train."""
     model = Classifier()
     model.load_state_dict({name: weight.float() for name, weight in load_file(SHIPPED).items()})
     return model.eval().requires_grad_(False)

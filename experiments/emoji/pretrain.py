@@ -10,8 +10,14 @@ from torch import Tensor
 
 from experiments.emoji.drawings import BASE, CAPTIONS, SIZE, TRAINED, drawings, rendered
 from experiments.patch_vae import patch_autoencoder, patches, principal_components
-from experiments.small_pipeline import caption_tokens, denoising_loss, stable_diffusion, word_tokenizer
-from trimtab_common.tracking import progress
+from experiments.small_pipeline import (
+    caption_tokens,
+    denoising_loss,
+    optimizer_steps,
+    save_in_half_precision,
+    stable_diffusion,
+    word_tokenizer,
+)
 
 LATENT_CHANNELS, TOKENS, TEXT_WIDTH = 10, 8, 64
 STEPS, BATCH, LEARNING_RATE, UNPROMPTED, AVERAGED = 1400, 64, 1.5e-3, 0.1, 0.995
@@ -21,9 +27,7 @@ SHIPPED = Path(__file__).with_name("pipeline")
 def main() -> None:
     """Pretrains, and writes the pipeline next to this file with weights in half precision."""
     pipeline = pretrained_pipeline(drawings(BASE).flatten(0, 1))
-    pipeline.text_encoder.half().float()  # rounds, and stores float32: transformers keeps the stored precision
-    pipeline.unet.half()
-    pipeline.save_pretrained(SHIPPED)
+    save_in_half_precision(pipeline, SHIPPED)
 
 
 def pretrained_pipeline(drawn: Tensor, steps: int = STEPS, *, seed: int = 0) -> StableDiffusionPipeline:
@@ -81,24 +85,24 @@ def _pretrain(
     trained = torch.tensor([CAPTIONS.index(caption) for caption in TRAINED])
     tokens = caption_tokens(pipeline.tokenizer, [*CAPTIONS, ""])
     parameters = [*unet.parameters(), *text_encoder.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.05)
-    averages = [parameter.detach().clone() for parameter in parameters]
-    unet.train()
-    for _ in progress(steps, "pretraining"):
+
+    def loss() -> Tensor:
         chosen = trained[torch.randint(len(trained), (BATCH,), generator=generator)]
         pixels = 2 * rendered(drawn[chosen], generator) - 1
         latents = ((patches(pixels) - mean) @ (basis / basis.square().sum(0))).permute(0, 3, 1, 2)
         chosen[torch.rand(BATCH, generator=generator) < UNPROMPTED] = len(CAPTIONS)
-        denoising_loss(pipeline, latents, text_encoder(tokens[chosen])[0], generator).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        for average, parameter in zip(averages, parameters, strict=True):
-            average.lerp_(parameter.detach(), 1 - AVERAGED)
-    for parameter, average in zip(parameters, averages, strict=True):
-        parameter.data.copy_(average)
+        return denoising_loss(pipeline, latents, text_encoder(tokens[chosen])[0], generator)
+
+    unet.train()
+    optimizer_steps(
+        parameters,
+        loss,
+        steps,
+        learning_rate=LEARNING_RATE,
+        averaged=lambda _: 1 - AVERAGED,
+        betas=(0.9, 0.99),
+        weight_decay=1e-2,
+    )
     unet.eval()
 
 

@@ -193,7 +193,6 @@ def test_held_out_captions_are_not_pretrained_on(drawn: Tensor, monkeypatch: pyt
     seen = []
     original = pretrain.rendered
     monkeypatch.setattr(pretrain, "rendered", lambda chosen, rng: seen.append(chosen) or original(chosen, rng))
-    monkeypatch.setattr(pretrain, "progress", lambda steps, _: range(steps))
     flat_drawn = drawn.flatten(0, 1).clone()
     flat_drawn[:, :, 0, 0] = torch.arange(144)[:, None]  # a number that tells drawings apart
     pretrain.pretrained_pipeline(flat_drawn, 3)
