@@ -142,7 +142,7 @@ class Verdict:
         return (
             f"{self.power:.0%} to show less than {matters}"
             if self.claim.kind == "little"
-            else (f"{self.power:.0%} to find {matters}")
+            else f"{self.power:.0%} to find {matters}"
         )
 
     def cells(self) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from torch import Tensor
+from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
@@ -75,10 +75,10 @@ def text_config(tokenizer: CLIPTokenizer, width: int, **settings: Any) -> CLIPTe
     )
 
 
-def save_in_half_precision(pipeline: StableDiffusionPipeline, folder: Path) -> None:
-    """Writes a pipeline with the U-Net's weights in float16; the text encoder's are rounded to it."""
+def save_in_half_precision(pipeline: DiffusionPipeline, denoiser: nn.Module, folder: Path) -> None:
+    """Writes a pipeline with its denoiser's weights in float16; the text encoder's are rounded to it."""
     pipeline.text_encoder.half().float()  # rounds, and stores float32: transformers keeps the stored precision
-    pipeline.unet.half()
+    denoiser.half()
     pipeline.save_pretrained(folder)
 
 

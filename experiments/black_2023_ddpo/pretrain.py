@@ -44,7 +44,7 @@ def shapes_pipeline(steps: int = STEPS) -> Path:
 def main() -> None:
     """Pretrains at the default size and writes the pipeline next to this file, with weights in half precision."""
     pipeline = pretrained_pipeline(STEPS)
-    save_in_half_precision(pipeline, SHIPPED)
+    save_in_half_precision(pipeline, pipeline.unet, SHIPPED)
 
 
 def pretrained_pipeline(steps: int, *, seed: int = 0) -> StableDiffusionPipeline:

@@ -10,7 +10,7 @@ from experiments.black_2023_ddpo.pretrain import LATENT_CHANNELS, TOKENS
 from experiments.black_2023_ddpo.shapes import CAPTIONS, SIZE, colour_match, draw, shape_match
 from experiments.patch_vae import patch_autoencoder, patches, principal_components
 from experiments.small_flow import BATCH, CALL, flow_pipeline, load_flow, pretrain
-from experiments.small_pipeline import word_tokenizer
+from experiments.small_pipeline import save_in_half_precision, word_tokenizer
 
 SHIPPED = Path(__file__).with_name("flow")
 STEPS = 800
@@ -53,9 +53,7 @@ def recognised(pipeline: StableDiffusion3Pipeline, *, steps: int = 20, seed: int
 def main() -> None:
     """Pretrains at the default size and writes the pipeline next to this file, with weights in half precision."""
     pipeline = pretrained_flow(STEPS)
-    pipeline.text_encoder.half().float()  # rounds, and stores float32: transformers keeps the stored precision
-    pipeline.transformer.half()
-    pipeline.save_pretrained(SHIPPED)
+    save_in_half_precision(pipeline, pipeline.transformer, SHIPPED)
     print("recognised: colour {:.3f}, shape {:.3f}".format(*recognised(load_flow(SHIPPED))))
 
 

@@ -27,7 +27,7 @@ SHIPPED = Path(__file__).with_name("pipeline")
 def main() -> None:
     """Pretrains, and writes the pipeline next to this file with weights in half precision."""
     pipeline = pretrained_pipeline(drawings(BASE).flatten(0, 1))
-    save_in_half_precision(pipeline, SHIPPED)
+    save_in_half_precision(pipeline, pipeline.unet, SHIPPED)
 
 
 def pretrained_pipeline(drawn: Tensor, steps: int = STEPS, *, seed: int = 0) -> StableDiffusionPipeline:
