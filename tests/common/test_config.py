@@ -274,7 +274,7 @@ def test_help_shows_the_algorithm_and_what_the_recipe_sets(capsys):
     assert flags == ["--learning_rate", "--new", "--warmup_steps", "--help-all"]
     assert text.startswith("usage: trimtab x [--config FILE.yaml]")
     assert "--new  int | None, default None" in text
-    assert "more of transformers.TrainingArguments." in text
+    assert "the others, of transformers.TrainingArguments." in text
 
 
 def test_help_all_shows_every_flag_and_ours_first(capsys):

@@ -52,6 +52,9 @@ ABOUT_PAIRS = """Learning from pairs of pictures of a caption. The dataset has t
 {"prompt": "a cat", "chosen_file_name": "1.png", "rejected_file_name": "2.png"}
 
   trimtab diffusion-dpo --model stable-diffusion-v1-5/stable-diffusion-v1-5 --dataset pictures --num_epochs 4"""
+DEFAULTS = """
+
+Other defaults: without an accelerator mixed_precision is no; in a sweep log_with is wandb."""
 COLUMNS = ("prompt", "text")
 
 
@@ -188,7 +191,9 @@ def _train(name: str, argv: Sequence[str], arguments: Any, config_kind: Any, kin
     recipe = {"output_dir": f"runs/{name}", "exp_name": name, "tracker_project_name": "trimtab", "log_with": tracker()}
     if not torch.accelerator.is_available():
         recipe["mixed_precision"] = "no"  # half precision is for accelerators
-    run, config = settings(name, argv, arguments, config_kind, about=about, recipe=recipe, without=["logdir"])
+    run, config = settings(
+        name, argv, arguments, config_kind, about=about + DEFAULTS, recipe=recipe, without=["logdir"]
+    )
     config.logdir = run.output_dir
     disable_progress_bar()
     with errors_in_one_line(name):

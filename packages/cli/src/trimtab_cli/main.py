@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple, cast
 
 from trimtab_common.compat.noise import silence_known
@@ -47,6 +48,11 @@ COMMANDS = TRAINING | OTHERS
 NEEDED = dict.fromkeys(("ddpo", "nft", "align-prop", "diffusion-dpo"), "trimtab_diffusion")
 """Packages that subcommands need besides those that this one depends on."""
 HELP = {"-h", "--help", "--help-all"}
+PAGES = Path(__file__).with_name("help")
+"""What `trimtab SUBCOMMAND --help` prints, without the seconds in which a subcommand's libraries are imported.
+
+`python -m tests.cli.test_help` writes the pages from the configurations; a test compares them.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if remedy := remedy_of(name):
         print(f"trimtab: error: {name} needs a package that is missing: {remedy}", file=sys.stderr)
         return 2
+    if not {"-h", "--help"}.isdisjoint(words) and "--help-all" not in words:
+        print((PAGES / f"{name}.txt").read_text(encoding="utf-8"), end="")
+        return 0
     run = cast(Callable[[Sequence[str]], int], getattr(import_module(command.module), command.function))
     return run(words[1:])
 

@@ -20,6 +20,7 @@ from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 
 from .subcommands import (
     DURING_TRAINING,
+    EVERYDAY,
     RewardsConfig,
     RunConfig,
     chat_with,
@@ -30,10 +31,11 @@ from .subcommands import (
     settings,
 )
 
-ABOUT = """Fine-tuning in rounds: the model samples several completions of each prompt, and learns the one with the
+ABOUT = f"""Fine-tuning in rounds: the model samples several completions of each prompt, and learns the one with the
 highest reward. The dataset has a column `prompt`; a reward function gets the others by their names.
 
-  trimtab iterative-sft --model my-sft-model --dataset prompts.jsonl --reward rewards.py:right --rounds 20"""
+  trimtab iterative-sft --model my-sft-model --dataset prompts.jsonl --reward rewards.py:right --rounds 20
+{EVERYDAY}"""
 
 
 @dataclass(kw_only=True)

@@ -53,6 +53,14 @@ TUNED: dict[str, dict[str, object]] = {
 
 PPO's are those of experiments/ziegler_2019_sentiment, at half its learning rate, for twice as many updates a step.
 """
+EVERYDAY = """
+--help-all explains the settings that all trainers take from transformers. The everyday ones are --learning_rate,
+--num_train_epochs, --max_steps, --per_device_train_batch_size, --gradient_accumulation_steps, --bf16, --seed,
+--gradient_checkpointing, --eval_strategy, --save_strategy, --save_steps, --lr_scheduler_type, --warmup_steps.
+
+Other defaults: on a terminal disable_tqdm is False; without an accelerator dataloader_pin_memory is False; in a sweep
+report_to is wandb."""
+"""The end of what --help says of a trainer on transformers.Trainer."""
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 DURING_TRAINING = (CheckpointError, RewardError)
 """Errors of a training that the user can correct."""

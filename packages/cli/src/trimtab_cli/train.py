@@ -22,6 +22,7 @@ from trimtab_lm import (
 
 from .subcommands import (
     DURING_TRAINING,
+    EVERYDAY,
     CompletionsConfig,
     EvaluationConfig,
     RewardsConfig,
@@ -35,10 +36,6 @@ from .subcommands import (
     tracker,
 )
 
-EVERYDAY = """
---help-all explains the settings that all trainers take from transformers. The everyday ones are --learning_rate,
---num_train_epochs, --max_steps, --per_device_train_batch_size, --gradient_accumulation_steps, --bf16, --seed,
---gradient_checkpointing, --eval_strategy, --save_strategy, --save_steps, --lr_scheduler_type, --warmup_steps."""
 SFT = f"""Supervised fine-tuning. The dataset has a column `text`, or `messages`, or `prompt` and `completion`.
 
   trimtab sft --model gpt2 --dataset texts.jsonl --max_length 512 --num_train_epochs 1
@@ -59,7 +56,9 @@ reward function gets the others by their names.
 PPO = """Learning from rewards with a value head. The dataset has a column `query` or `prompt`; a reward function gets
 the others by their names.
 
-  trimtab ppo --model my-sft-model --dataset prompts.jsonl --reward rewards.py:right --steps 200"""
+  trimtab ppo --model my-sft-model --dataset prompts.jsonl --reward rewards.py:right --steps 200
+
+Another default: in a sweep log_with is wandb."""
 DOUBLES = ("model_name", "query_dataset", "reward_model")
 """Fields of PPOConfig that `trimtab ppo` calls model, dataset and reward."""
 

@@ -94,6 +94,6 @@ def help_text(
         lines += [line for flag in ordered if flag not in hidden for line in flag.lines()]
         if hidden:
             sources = sorted({flag.inherited_from for flag in hidden} - {""})
-            lines.append(f"  --help-all shows {len(hidden)} more{' of ' if sources else ''}{', '.join(sources)}.")
+            lines.append(f"  --help-all shows the others{', of ' if sources else ''}{', '.join(sources)}.")
         lines.append("")
     return "\n".join(lines)
