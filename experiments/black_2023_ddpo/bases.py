@@ -15,7 +15,7 @@ class Base:
     """A pipeline that is shipped.
 
     Attributes:
-        captions: All captions.
+        captions: All captions, in the order in which they are measured; the first are those of the pictures.
         trained: Those to train on, where the others are held out.
         measures: Rewards that know the captions, and measures of whether an image is what its caption says.
         watched: Those that are logged beside any reward.
@@ -37,6 +37,12 @@ OF_EMOJI = (
     rewards.name_match,
     rewards.colour_match,
 )
+EMOJI_IN_TURN = tuple(
+    f"a {[*drawings.COLOURS][(name + turn) % len(drawings.COLOURS)]} {drawings.NAMES[name]}"
+    for turn in (1, 2, 3, 4, 5, 0)  # turn 0 is held out
+    for name in range(len(drawings.NAMES))
+)
+"""The captions of emoji, of which each 24 have each name once."""
 BASES = {
     "shapes": Base(
         shapes.CAPTIONS,
@@ -45,7 +51,7 @@ BASES = {
         ("rgb_alignment", "colour_match", "shape_match"),
     ),
     "emoji": Base(
-        drawings.CAPTIONS,
+        EMOJI_IN_TURN,
         drawings.TRAINED,
         {measure.__name__: measure for measure in OF_EMOJI},
         ("recognised", "name_match", "colour_match"),

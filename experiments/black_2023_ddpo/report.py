@@ -15,7 +15,7 @@ from experiments.margins import margin_fields
 from experiments.reports import Report, main, medians_in_words
 from experiments.run_folders import Run, by, of_seeds
 
-BEFORE, AFTER = "before.png", "after.png"
+BEFORE, DURING, AFTER = "before.png", "during.png", "after.png"
 PAPER = "black_2023_ddpo"
 TITLE = "Rewards for what a diffusion model draws, by DDPO"
 CLAIM = (
@@ -31,8 +31,14 @@ SCALE = "pictures of 16 by 16 pixels"
 HELD_OUT = "_held_out"  # in per_prompt.json, after the measure's name: the captions that were not trained on
 HALVES = {"": TRAINED, HELD_OUT: tuple(caption for caption in CAPTIONS if caption not in TRAINED)}
 POINT = 256  # least number of training samples per point of a curve
+SHOWN = 16  # pictures of a sheet
 
 Estimators = Mapping[str, Sequence[Run]]
+
+
+def before(measure: str) -> str:
+    """The name of a measure before training, in summary.json and per_prompt.json."""
+    return f"{measure}_before"
 
 
 def contact_sheet(images: Tensor) -> Image.Image:
@@ -172,7 +178,7 @@ def curve(run: Run, reward: str) -> Curve:
     blocks = [slice(start, start + size) for start in range(0, len(total), size)]
     xs = [mean([total[block][0] - total[0], total[block][-1]]) for block in blocks]
     ys = [mean(seen[block]) for block in blocks]
-    return [0, *xs, total[-1]], [run.summary[f"{reward}_before"], *ys, run.summary[reward]]
+    return [0, *xs, total[-1]], [run.summary[before(reward)], *ys, run.summary[reward]]
 
 
 def figure(rewards: Mapping[str, Estimators]) -> plt.Figure:

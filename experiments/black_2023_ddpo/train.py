@@ -18,7 +18,19 @@ from tqdm.auto import tqdm
 
 from experiments.black_2023_ddpo.bases import BASES
 from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
-from experiments.black_2023_ddpo.report import AFTER, BEFORE, CLAIM, CONTROL, HELD_OUT, TITLE, contact_sheet, read
+from experiments.black_2023_ddpo.report import (
+    AFTER,
+    BEFORE,
+    CLAIM,
+    CONTROL,
+    DURING,
+    HELD_OUT,
+    SHOWN,
+    TITLE,
+    before,
+    contact_sheet,
+    read,
+)
 from experiments.emoji.pretrain import SHIPPED as EMOJI
 from experiments.reports import report_on_run
 from experiments.run_folders import append, close_folder, from_recipe, open_folder, write_per_prompt
@@ -48,8 +60,8 @@ class RunConfig:
     reward: list[str] = field(
         default_factory=lambda: ["rgb_alignment", "jpeg_incompressibility"],
         metadata={
-            "help": "One training for each: rgb_alignment, colour_match or shape_match (of shapes); warmth, "
-            "colour_alignment, agreement, match_probability, recognised, name_match or colour_match (of emoji); "
+            "help": "One training for each: warmth, colour_alignment, agreement, match_probability, recognised, "
+            "name_match or colour_match (of emoji); rgb_alignment, colour_match or shape_match (of shapes); "
             "jpeg_incompressibility, jpeg_compressibility, aesthetic, clip_alignment; random, the "
             "control, which says nothing about the image."
         },
@@ -57,7 +69,7 @@ class RunConfig:
     model: str = field(
         default="shapes",
         metadata={
-            "help": "Hub id or folder of a diffusers pipeline; shapes and emoji are shipped with the experiments."
+            "help": "Hub id or folder of a diffusers pipeline; emoji and shapes are shipped with the experiments."
         },
     )
     pretrain_steps: int = field(
@@ -70,7 +82,7 @@ class RunConfig:
     hold_out: bool = field(
         default=False,
         metadata={
-            "help": "Train shapes on half of the captions, emoji on those of its pretraining; measure the others apart."
+            "help": "Train emoji on the captions of its pretraining, shapes on half of them; measure the others apart."
         },
     )
     use_lora: bool = field(default=False, metadata={"help": "Train adapters, not the whole U-Net."})
@@ -179,32 +191,35 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
     of_prompts: dict[str, list[float]] = {}
     trainer.run.about = to_flat_dict(run) | {"reward": reward}
     with trainer.tracker as tracker:
-        for sheet in (BEFORE, AFTER):
-            if sheet == AFTER:
-                learn(trainer, folder if is_main else None)
-            images = pictures(pipeline, asked, ddpo)
-            tracker.images(Path(sheet).stem, list(images[:16]), asked[:16], trainer.global_step)
+        for sheet, epochs in ((BEFORE, 0), (DURING, ddpo.num_epochs // 2), (AFTER, ddpo.num_epochs)):
+            learn(trainer, folder if is_main else None, epochs)
+            # The first batch has the same noise in all sheets.
+            images = pictures(pipeline, asked[: ddpo.sample_batch_size] if sheet == DURING else asked, ddpo)
+            tracker.images(Path(sheet).stem, list(images[:SHOWN]), asked[:SHOWN], trainer.global_step)
+            if is_main:
+                contact_sheet(images[:SHOWN]).save(folder / sheet)
+            if sheet == DURING:
+                continue
             for measure, by in {reward: function, **others}.items():
                 values = by(images, asked, metadata)
                 means.setdefault(measure, []).append(float(values.mean()))
                 for end, prompts in (("", learnt.prompts), (HELD_OUT, set(asking.prompts) - set(learnt.prompts))):
-                    of_prompts[measure + end] = mean_of_each(values, asked, prompts)
-            if is_main:
-                contact_sheet(images[:16]).save(folder / sheet)
+                    name = measure + end
+                    of_prompts[before(name) if sheet == BEFORE else name] = mean_of_each(values, asked, prompts)
         final = {f"final/{measure}": values[1] for measure, values in means.items()}
         tracker.finish(final | {"final/reward": means[reward][1]})
     if is_main:
         trainer.save_pretrained(folder / "pipeline")
-        befores = {f"{measure}_before": before for measure, (before, _) in means.items()}
+        befores = {before(measure): value for measure, (value, _) in means.items()}
         write_per_prompt(folder, {name: values for name, values in of_prompts.items() if values})
         close_folder(folder, befores | {measure: after for measure, (_, after) in means.items()})
-    return {measure: (before, after) for measure, (before, after) in means.items()}
+    return {measure: (first, last) for measure, (first, last) in means.items()}
 
 
-def learn(trainer: DDPOTrainer, folder: Path | None) -> None:
-    """Runs the epochs, and appends the statistics of each to the history in `folder`."""
+def learn(trainer: DDPOTrainer, folder: Path | None, epochs: int) -> None:
+    """Runs the epochs that are left of the first `epochs`, and appends the statistics of each to the history."""
     config = trainer.config
-    for epoch in progress(range(trainer.first_epoch, config.num_epochs), "DDPO epochs"):
+    for epoch in progress(range(trainer.first_epoch, epochs), "DDPO epochs"):
         trainer.step(epoch, trainer.global_step)
         if (epoch + 1) % config.save_freq == 0:
             trainer.save_checkpoint()
@@ -261,8 +276,8 @@ def main(run: RunConfig, ddpo: DDPOConfig) -> None:
         results = [one(reward, run, config) for reward, config in zip(run.reward, configs, strict=True)]
     for name, measured in zip(names.values(), results, strict=True):
         print(f"\n{name}\n{'-' * len(name)}")
-        for measure, (before, after) in measured.items():
-            print(f"{measure}: {before:.3f} -> {after:.3f}")
+        for measure, (first, last) in measured.items():
+            print(f"{measure}: {first:.3f} -> {last:.3f}")
     if os.environ.get("RANK", "0") == "0":
         report_on_run(TITLE, CLAIM, read, [Path(config.logdir) for config in configs], folder)
 

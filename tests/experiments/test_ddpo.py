@@ -10,7 +10,8 @@ from diffusers import StableDiffusionPipeline
 from matplotlib import pyplot as plt
 
 from experiments.black_2023_ddpo import pretrain, train
-from experiments.black_2023_ddpo.report import REACHABLE, contact_sheet, curve, read
+from experiments.black_2023_ddpo.bases import BASES
+from experiments.black_2023_ddpo.report import REACHABLE, SHOWN, contact_sheet, curve, read
 from experiments.black_2023_ddpo.shapes import (
     CAPTIONS,
     COLOURS,
@@ -22,6 +23,7 @@ from experiments.black_2023_ddpo.shapes import (
     shape_match,
 )
 from experiments.claims import judge
+from experiments.emoji import drawings
 from experiments.run_folders import Run, finished_runs
 from experiments.small_pipeline import word_tokenizer
 from trimtab_diffusion.rewards import AestheticScore, ClipAlignment, jpeg_incompressibility
@@ -190,8 +192,9 @@ def test_two_epochs_leave_history_pictures_pipeline_and_figure(
         assert f"other/{reward}" not in finished.history[0]
         assert set(finished.summary) >= {reward, f"{reward}_before", "shape_match", "shape_match_before"}
         assert len(finished.per_prompt[reward]) + len(finished.per_prompt[f"{reward}_held_out"]) == 6
-        before, after = ((finished.folder / sheet).read_bytes() for sheet in ("before.png", "after.png"))
-        assert before != after
+        assert len(finished.per_prompt["shape_match_before"]) == len(finished.per_prompt["shape_match"])
+        sheets = [(finished.folder / sheet).read_bytes() for sheet in ("before.png", "during.png", "after.png")]
+        assert len(set(sheets)) == 3
         trained = StableDiffusionPipeline.from_pretrained(finished.folder / "pipeline")
         base = StableDiffusionPipeline.from_pretrained(cache / "models" / "shapes-2-2")
         assert not torch.equal(trained.unet.conv_out.weight, base.unet.conv_out.weight)
@@ -317,6 +320,13 @@ def test_a_curve_goes_from_before_to_after_by_means_of_256_pictures(tmp_path: Pa
     xs, ys = curve(made_up(tmp_path, 0.9), "rgb_alignment")
     assert xs == [0, 128, 384, 512]
     assert ys == [0.2, 0.5, 2.5, 0.9]
+
+
+def test_the_pictures_of_emoji_are_of_different_names_and_none_is_held_out():
+    shown = BASES["emoji"].captions[:SHOWN]
+    assert len({caption.split()[2] for caption in shown}) == SHOWN
+    assert set(shown) <= set(BASES["emoji"].trained)
+    assert sorted(BASES["emoji"].captions) == sorted(drawings.CAPTIONS)
 
 
 def test_half_of_the_captions_have_each_colour_and_each_shape_twice():
