@@ -3,12 +3,19 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
+import torch
 from tests.accelerator.runs import forget_accelerator
 
 
 @pytest.fixture(scope="session", autouse=True)
+def accelerator() -> None:
+    if find_spec("torch_musa") is None and not torch.cuda.is_available():
+        pytest.skip("needs the pretend accelerator (run `make test-accelerator`) or a GPU (run `make gpu`)")
+
+
+@pytest.fixture(scope="session")
 def device() -> ModuleType:
-    """The pretend accelerator; `make test-accelerator` puts it on Python's path."""
+    """The pretend accelerator, which counts; a test that asks for it does not run on a GPU."""
     if find_spec("torch_musa") is None:
         pytest.skip("needs the pretend accelerator: run `make test-accelerator`")
     import torch_musa

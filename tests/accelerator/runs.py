@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ from trimtab_lm import (
     SFTConfig,
     SFTTrainer,
 )
+
+ACCELERATOR = "musa" if find_spec("torch_musa") else "cuda"
+"""The pretend accelerator where `make test-accelerator` has put it on Python's path, elsewhere a GPU."""
 
 COMPLETIONS = Dataset.from_dict({"prompt": WORDS, "completion": [f" is {word}" for word in WORDS]})
 SETTINGS: dict[str, Any] = {
@@ -146,7 +150,7 @@ def train(case: Case, folder: Path, *, interrupt: bool) -> dict[str, torch.Tenso
 
     def on_device(make: Callable[..., Any], *args: Any) -> Any:
         trainer = make(case, *args)
-        assert trainer.accelerator.device.type == "musa"
+        assert trainer.accelerator.device.type == ACCELERATOR
         return trainer
 
     if case.trainer == "ppo":

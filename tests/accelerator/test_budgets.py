@@ -7,7 +7,11 @@ import torch
 from tests.accelerator import budgets
 from tests.accelerator.budgets import Need
 
-pytestmark = [pytest.mark.accelerator, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 @pytest.mark.parametrize("name", budgets.NAMES)

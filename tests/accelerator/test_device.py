@@ -16,7 +16,7 @@ from tests.pretend import build
 from torch import Tensor
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.accelerator
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("device")]
 
 
 def on_device(*values: Any, dtype: torch.dtype = torch.float32) -> Tensor:

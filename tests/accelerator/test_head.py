@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from tests.accelerator.runs import ACCELERATOR
 from tests.lm.tokens.test_fused_scores import CLOSE, fused
 from tests.lm.tokens.test_scores import CONSTANT, VARIED, VOCABULARY, gradients, linear_head
 from torch import Tensor
@@ -17,8 +18,8 @@ _ = fused  # a fixture
 
 def on_device(weights: Tensor, *, is_summed: bool) -> list[Tensor]:
     hidden, head, targets = linear_head(torch.bfloat16)
-    hidden, targets = hidden.detach().to("musa").requires_grad_(), targets.to("musa")
-    return gradients(hidden, head.to("musa"), targets, weights.to("musa"), is_summed=is_summed)
+    hidden, targets = hidden.detach().to(ACCELERATOR).requires_grad_(), targets.to(ACCELERATOR)
+    return gradients(hidden, head.to(ACCELERATOR), targets, weights.to(ACCELERATOR), is_summed=is_summed)
 
 
 @pytest.mark.usefixtures("fused")
@@ -37,6 +38,20 @@ def test_the_function_that_is_compiled_stays_on_the_device(
         torch.testing.assert_close(a.cpu().double(), b, **CLOSE[torch.bfloat16])
 
 
+@pytest.mark.skipif(ACCELERATOR != "cuda", reason="needs a GPU, for which PyTorch compiles")
+@pytest.mark.parametrize("is_summed", [True, False])
+def test_a_gpu_compiles_it_and_computes_the_same(is_summed: bool, caplog: pytest.LogCaptureFixture):
+    scores.fused_score.cache_clear()
+    hidden, head, targets = linear_head()
+    exact = gradients(hidden, head, targets, VARIED, is_whole=True)
+    with caplog.at_level(logging.WARNING):
+        ours = on_device(VARIED, is_summed=is_summed)
+    assert not caplog.records
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a.cpu().double(), b, **CLOSE[torch.bfloat16])
+
+
+@pytest.mark.usefixtures("device")
 def test_a_device_without_a_compiler_says_so_once_and_computes_the_same(caplog: pytest.LogCaptureFixture):
     scores.fused_score.cache_clear()
     with caplog.at_level(logging.WARNING):

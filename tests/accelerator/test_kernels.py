@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import transformers.integrations.liger
-from tests.accelerator.runs import Case, build
+from tests.accelerator.runs import ACCELERATOR, Case, build
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.filterwarnings("ignore")]
 SFT = Case("sft", "causal", "full", "float32")
@@ -28,5 +28,5 @@ def test_the_package_replaces_all_but_the_losses(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(transformers.integrations.liger, "is_liger_kernel_available", lambda: True)
     trainer = build(SFT, tmp_path, use_liger_kernel=True)
     trainer.train()
-    assert trainer.args.device.type == "musa"
+    assert trainer.args.device.type == ACCELERATOR
     assert asked == [{"model": trainer.model, "fused_linear_cross_entropy": False, "cross_entropy": False}]

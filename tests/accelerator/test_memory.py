@@ -11,7 +11,11 @@ from tools.bench.models import tokenizer
 
 from trimtab_lm import GRPOConfig, GRPOTrainer
 
-pytestmark = [pytest.mark.accelerator, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def most_bytes(**settings: Any) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchHeunDiscreteScheduler
+from tests.accelerator.runs import ACCELERATOR
 from tests.diffusion import test_modern_pipelines as modern
 from tests.diffusion import tiny
 from tests.diffusion.run_diffusion_dpo_distributed import rows_of
@@ -103,7 +104,7 @@ def by_regression(kind: str, folder: Path, *, use_lora: bool, **settings: Any) -
 
 def resumes(kind: str, folder: Path, trainer: Callable[..., Any] = trainer, **settings: Any) -> None:
     straight = trainer(kind, folder, **settings)
-    assert straight.accelerator.device.type == "musa"
+    assert straight.accelerator.device.type == ACCELERATOR
     before = weights(straight.sd_pipeline.denoiser)
     history = straight.train(2)
     assert all(torch.isfinite(torch.tensor(stats["loss"])) for stats in history)

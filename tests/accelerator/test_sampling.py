@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.accelerator.runs import Case, grpo, ppo
+from tests.accelerator.runs import ACCELERATOR, Case, grpo, ppo
 from tests.lm import tiny
 from tests.lm.environments.conversations import Echo, rollout, sampler
 from tests.lm.sampling.fast.test_loop import tokens_read
@@ -30,7 +30,7 @@ PPO = Case("ppo", "causal", "full", "float32")
 def trains(trainer: Any) -> None:
     before = tiny.weights(trainer.model)
     trainer.train()
-    assert trainer.args.device.type == "musa"
+    assert trainer.args.device.type == ACCELERATOR
     assert tiny.moved(before, trainer.model)
 
 
@@ -54,7 +54,7 @@ def test_continuous_batching_with_little_memory(device: ModuleType, tmp_path: Pa
 
 
 def completions(ends: list[int], **options: Any) -> tuple[list[list[int]], list[Tensor]]:
-    model = tiny.llama().to("musa").eval()
+    model = tiny.llama().to(ACCELERATOR).eval()
     config = sampling_config(model, pad_token_id=tiny.PAD, max_new_tokens=40, do_sample=True, eos_token_id=ends)[0]
     torch.manual_seed(0)
     rollout = Completer(model, config, eos_ids=ends, **options)(tiny.rows(4, 3, 9), 3)
@@ -70,7 +70,7 @@ def test_a_look_every_16_tokens_samples_what_a_look_at_each_token_does(
     rare = sum(device.waits().values())
     lengths = sorted(map(len, tokens))
     assert lengths[0] < 16 < lengths[-1]
-    monkeypatch.setitem(LOOK_EVERY, "musa", 1)
+    monkeypatch.setitem(LOOK_EVERY, ACCELERATOR, 1)
     device.clear()
     tokens_of_each, logprobs_of_each = completions([1, 2])
     assert tokens == tokens_of_each
@@ -84,7 +84,7 @@ def test_as_many_rows_are_sampled_at_a_time_as_the_memory_has_room_for(
     """Half of what training leaves is enough for them, and all rows at a time are too many for the small memory."""
     gc.collect()
     others = device.memory_allocated()  # what earlier tests have left, which is not part of the memory here
-    prompts, model = tiny.rows(64, 10, 10), tiny.llama().to("musa").eval()
+    prompts, model = tiny.rows(64, 10, 10), tiny.llama().to(ACCELERATOR).eval()
     own = device.memory_allocated() - others
     config = sampling_config(model, pad_token_id=tiny.PAD, max_new_tokens=40, do_sample=True)[0]
     batches = {}
@@ -92,7 +92,7 @@ def test_as_many_rows_are_sampled_at_a_time_as_the_memory_has_room_for(
         for name, room in (("small", 1 << 18), ("large", 64 << 20)):
             device.set_total_memory(others + 5 * own + room)
             memory_of.cache_clear()
-            assert memory_of(torch.device("musa")) == others + 5 * own + room
+            assert memory_of(torch.device(ACCELERATOR)) == others + 5 * own + room
             monkeypatch.setattr(generate, "memory_of", lambda _, memory=5 * own + room: memory)
             sample = partial(Completer(model, config, eos_ids=[]), prompts)
             batches[name] = [rows for rows, tokens in tokens_read(model, sample) if tokens > 1]
@@ -118,7 +118,7 @@ def test_an_environment_with_ppo(tmp_path: Path):
     assert tiny.moved(before, trainer.actor_critic)
 
 
-@pytest.mark.parametrize("where", ["cpu", "musa"])
+@pytest.mark.parametrize("where", ["cpu", ACCELERATOR])
 def test_a_reward_model(where: str, tmp_path: Path):
     scorer = tiny.scorer().to(where)
     trains(grpo(GRPO, tmp_path, RewardModel(scorer, tiny.tokenizer(), batch_size=4), save_strategy="no"))
@@ -126,5 +126,5 @@ def test_a_reward_model(where: str, tmp_path: Path):
 
 def test_a_reward_model_scores_as_on_the_cpu():
     texts = ["a query", "so", "what is it"]
-    scores = [RewardModel(tiny.scorer().to(where), tiny.tokenizer())(texts, texts) for where in ("cpu", "musa")]
+    scores = [RewardModel(tiny.scorer().to(where), tiny.tokenizer())(texts, texts) for where in ("cpu", ACCELERATOR)]
     torch.testing.assert_close(torch.tensor(scores[0]), torch.tensor(scores[1]))

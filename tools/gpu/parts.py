@@ -2,6 +2,10 @@
 
 import importlib.util
 import math
+import os
+import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +38,7 @@ from trimtab_lm import (
     SFTTrainer,
 )
 
+ROOT = Path(__file__).parents[2]
 Figures = dict[str, float]
 
 
@@ -107,6 +112,20 @@ def finite(figures: Figures) -> Figures:
     return figures
 
 
+def tests(_: Size) -> Figures:
+    """The tests that other machines run on the pretend accelerator, eight at a time; returns how many passed.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "8", "-m", "accelerator", "tests/accelerator"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        raise RuntimeError("; ".join([*failed, done.stdout.strip().splitlines()[-1]]))
+    return {name: float(number) for number, name in re.findall(r"(\d+) (passed|skipped)", done.stdout)}
+
+
 # Trainers at about 1B parameters -------------------------------------------------------------------------------------
 
 
@@ -157,7 +176,7 @@ def smollm2(size: Size) -> Figures:
     return grpo(size, model, words)
 
 
-def ppo(size: Size, separate_critic: bool = False) -> Figures:
+def ppo(size: Size, separate_critic: bool = False, **generation: Any) -> Figures:
     """PPO with a value head or a separate critic, 16 responses a step."""
     config = PPOConfig(
         steps=size.steps,
@@ -171,7 +190,8 @@ def ppo(size: Size, separate_critic: bool = False) -> Figures:
     rows = Dataset.from_dict({"query": prompts(32)})
     trainer = PPOTrainer(config, policy, tokenizer=tokenizer(), dataset=rows, value_model=critic)
     history = trainer.train(
-        lambda queries, responses, **_: length(responses), generation_kwargs={"max_new_tokens": size.new_tokens}
+        lambda queries, responses, **_: length(responses),
+        generation_kwargs={"max_new_tokens": size.new_tokens} | generation,
     )
     names = {"ppo/loss/total": "last loss", "objective/kl": "KL, nats"}
     return finite({label: history[-1][name] for name, label in names.items()})
@@ -186,7 +206,7 @@ def iterative_sft(size: Size) -> Figures:
     return finite({"first loss": float(losses[0]), "last loss": float(losses[-1])})
 
 
-def ddpo(size: Size, precision: str, use_lora: bool) -> Figures:
+def ddpo(size: Size, precision: str, use_lora: bool, **settings: Any) -> Figures:
     """DDPO of a Stable Diffusion with the sizes of version 1.5."""
     config = DDPOConfig(
         num_epochs=2,
@@ -200,6 +220,7 @@ def ddpo(size: Size, precision: str, use_lora: bool) -> Figures:
         train_batch_size=2,
         sample_guidance_scale=5.0,
         accelerator_kwargs={"cpu": size.device == "cpu"},
+        **settings,
     )
     pipeline = DDPOStableDiffusionPipeline(stable_diffusion(size), use_lora=use_lora)
     trainer = DDPOTrainer(config, jpeg_incompressibility, lambda: ("a cat", {}), pipeline)
@@ -237,6 +258,11 @@ def vllm(size: Size) -> Figures:
 
 FLASH = {"attn_implementation": "flash_attention_2"}
 PARTS = {
+    "tests": Part(
+        "every trainer and pipeline, small: two steps are a step, a save, a resume and another, to the same bits",
+        tests,
+        needs_gpu=True,
+    ),
     "sft": Part("SFT, 4 rows of 1,024 tokens, whole model", sft),
     "sft_lora": Part("the same with LoRA", partial(sft, peft=LoraConfig(r=8, target_modules="all-linear"))),
     "reward": Part("Reward, 4 pairs of 512 words", reward),
@@ -246,10 +272,15 @@ PARTS = {
     "grpo_batching": Part("GRPO with continuous batching", partial(grpo, rollout_backend="continuous_batching")),
     "ppo": Part("PPO with a value head, 16 responses of 128 tokens", ppo),
     "ppo_critic": Part("PPO with a separate critic of 1B", partial(ppo, separate_critic=True)),
+    "ppo_static": Part("PPO that decodes with a static cache, compiled", partial(ppo, cache_implementation="static")),
     "iterative_sft": Part("IterativeSFT, 4 rows of 1,024 tokens", iterative_sft),
     "ddpo_fp16": Part("DDPO in fp16 with a gradient scaler, LoRA", partial(ddpo, precision="fp16", use_lora=True)),
     "ddpo_bf16": Part("DDPO in bf16, whole U-Net", partial(ddpo, precision="bf16", use_lora=False)),
     "flash": Part("SFT with FlashAttention 2", partial(sft, model=FLASH), ("flash_attn",), needs_gpu=True),
+    "ddpo_compile": Part(
+        "DDPO in bf16, blocks of the U-Net compiled, LoRA",
+        partial(ddpo, precision="bf16", use_lora=True, train_compile="inductor"),
+    ),
     "compile": Part("SFT with torch.compile", partial(sft, torch_compile=True, gradient_checkpointing=False)),
     "liger": Part("SFT with Liger's kernels", partial(sft, use_liger_kernel=True), ("liger_kernel",), needs_gpu=True),
     "bits_8": Part("LoRA on an 8-bit base", partial(quantized, bits=8), ("bitsandbytes",), needs_gpu=True),
