@@ -36,9 +36,9 @@ SHOWN = 16  # pictures of a sheet
 Estimators = Mapping[str, Sequence[Run]]
 
 
-def before(measure: str) -> str:
-    """The name of a measure before training, in summary.json and per_prompt.json."""
-    return f"{measure}_before"
+def at(sheet: str, measure: str) -> str:
+    """The name in summary.json and per_prompt.json of a measure of the pictures of a sheet."""
+    return measure if sheet == AFTER else f"{measure}_{sheet.removesuffix('.png')}"
 
 
 def contact_sheet(images: Tensor) -> Image.Image:
@@ -178,7 +178,7 @@ def curve(run: Run, reward: str) -> Curve:
     blocks = [slice(start, start + size) for start in range(0, len(total), size)]
     xs = [mean([total[block][0] - total[0], total[block][-1]]) for block in blocks]
     ys = [mean(seen[block]) for block in blocks]
-    return [0, *xs, total[-1]], [run.summary[before(reward)], *ys, run.summary[reward]]
+    return [0, *xs, total[-1]], [run.summary[at(BEFORE, reward)], *ys, run.summary[reward]]
 
 
 def figure(rewards: Mapping[str, Estimators]) -> plt.Figure:

@@ -27,7 +27,7 @@ from experiments.black_2023_ddpo.report import (
     HELD_OUT,
     SHOWN,
     TITLE,
-    before,
+    at,
     contact_sheet,
     read,
 )
@@ -187,33 +187,28 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
         open_folder(folder, to_flat_dict(run, ddpo) | {"reward": reward}, goes_on=bool(ddpo.resume_from))
     known = zip(asking.prompts, asking.metadata, strict=True)
     asked, metadata = zip(*islice(cycle(known), run.eval_pictures), strict=True)
-    means: dict[str, list[float]] = {}
+    means: dict[str, float] = {}
     of_prompts: dict[str, list[float]] = {}
     trainer.run.about = to_flat_dict(run) | {"reward": reward}
     with trainer.tracker as tracker:
         for sheet, epochs in ((BEFORE, 0), (DURING, ddpo.num_epochs // 2), (AFTER, ddpo.num_epochs)):
             learn(trainer, folder if is_main else None, epochs)
-            # The first batch has the same noise in all sheets.
-            images = pictures(pipeline, asked[: ddpo.sample_batch_size] if sheet == DURING else asked, ddpo)
+            images = pictures(pipeline, asked, ddpo)
             tracker.images(Path(sheet).stem, list(images[:SHOWN]), asked[:SHOWN], trainer.global_step)
-            if is_main:
-                contact_sheet(images[:SHOWN]).save(folder / sheet)
-            if sheet == DURING:
-                continue
             for measure, by in {reward: function, **others}.items():
                 values = by(images, asked, metadata)
-                means.setdefault(measure, []).append(float(values.mean()))
+                means[at(sheet, measure)] = float(values.mean())
                 for end, prompts in (("", learnt.prompts), (HELD_OUT, set(asking.prompts) - set(learnt.prompts))):
-                    name = measure + end
-                    of_prompts[before(name) if sheet == BEFORE else name] = mean_of_each(values, asked, prompts)
-        final = {f"final/{measure}": values[1] for measure, values in means.items()}
-        tracker.finish(final | {"final/reward": means[reward][1]})
+                    of_prompts[at(sheet, measure + end)] = mean_of_each(values, asked, prompts)
+            if is_main:
+                contact_sheet(images[:SHOWN]).save(folder / sheet)
+        final = {f"final/{measure}": means[measure] for measure in (reward, *others)}
+        tracker.finish(final | {"final/reward": means[reward]})
     if is_main:
         trainer.save_pretrained(folder / "pipeline")
-        befores = {before(measure): value for measure, (value, _) in means.items()}
         write_per_prompt(folder, {name: values for name, values in of_prompts.items() if values})
-        close_folder(folder, befores | {measure: after for measure, (_, after) in means.items()})
-    return {measure: (first, last) for measure, (first, last) in means.items()}
+        close_folder(folder, means)
+    return {measure: (means[at(BEFORE, measure)], means[measure]) for measure in (reward, *others)}
 
 
 def learn(trainer: DDPOTrainer, folder: Path | None, epochs: int) -> None:
