@@ -1,5 +1,7 @@
 """SIGTERM and SIGINT end a training process after its step, once the run is saved and its tracker is closed.
 
+A trainer whose steps take long calls `end_if_asked` within them, too, and saves what it needs to finish the step.
+
 The first signal is noted. All processes of the run agree on it at the end of a step, so that they stop at the same one.
 After SIGTERM the process ends with status 143, after SIGINT with KeyboardInterrupt, by which Python's status is 130. A
 second signal does what it would do without us, so that it ends the process at once. Signals within a second of each
@@ -118,7 +120,7 @@ class _Signals:
         is_first = not self.number
         if self.listeners and is_first:
             self.number, self._time = number, time.monotonic()
-            text = "ends after this step, once the run is saved. A second signal ends it at once."
+            text = "ends after this step or update, once the run is saved. A second signal ends it at once."
             os.write(2, f"{signal.Signals(number).name}: process {os.getpid()} {text}\n".encode())
             return
         if self.listeners and (time.monotonic() < self._time + ONE or self._is_of_wandb(number)):
@@ -184,7 +186,7 @@ class Interruption:
         return self.number != 0
 
     def end_if_asked(self, save: Callable[[], object]) -> None:
-        """After a step of the trainer's own loop: saves and ends the process if a signal asks for it. Collective."""
+        """Where the trainer can save the run: does so and ends the process if a signal asks for it. Collective."""
         if self.is_asked():
             self._save(save)
             self.end()
@@ -227,7 +229,7 @@ class Interruption:
         try:
             save()
         except (CheckpointError, ValueError) as error:
-            warnings.warn(f"The process ends after this step, which is not saved: {error}", stacklevel=4)
+            warnings.warn(f"The process ends with this step, which is not saved: {error}", stacklevel=4)
 
     def end(self) -> NoReturn:
         """Closes the trackers and ends the process by the signal, once the others have come as far. Collective.

@@ -213,6 +213,25 @@ class Correlation:
 
 
 Summary = Mean | Variance | Correlation
+_KINDS = {kind.__name__: kind for kind in (Mean, Surprise, Variance, Deviation, Correlation)}
+_KIND = "kind of summary"
+
+
+def packed(tree: Any) -> Any:
+    """A tree of statistics with a dict in place of each summary, as a checkpoint holds it."""
+    if isinstance(tree, Summary):
+        return {_KIND: type(tree).__name__, **{name: packed(value) for name, value in vars(tree).items()}}
+    if isinstance(tree, Mapping):
+        return {name: packed(value) for name, value in tree.items()}
+    return [packed(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def unpacked(tree: Any) -> Any:
+    """What `packed` took."""
+    if isinstance(tree, Mapping):
+        values = {name: unpacked(value) for name, value in tree.items() if name != _KIND}
+        return _KINDS[tree[_KIND]](**values) if _KIND in tree else values
+    return [unpacked(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def merge_stats(parts: Iterable[Mapping[str, Any]]) -> Stats:

@@ -78,15 +78,21 @@ def rows_of_updates(config: PPOConfig, *, rank: int, step: int) -> Iterator[Tens
 
 
 def update(
-    boxes: Trainer, rollout: Experience, batches: Iterable[Tensor], replaced: Collection[str], *, counts: Tensor
-) -> list[Minibatch]:
+    boxes: Trainer,
+    rollout: Experience,
+    batches: Iterable[Tensor],
+    replaced: Collection[str],
+    *,
+    counts: Tensor,
+    recorded: list[Minibatch],
+) -> None:
     """Takes an optimizer step on each batch of rows; stops, without the step, if the policy has moved too far.
 
-    counts: [B], each row's tokens that count, on the host.
+    counts: [B], each row's tokens that count, on the host; recorded: gets the statistics of each minibatch.
     """
     config, step = boxes.config, boxes.optimizer_step
-    recorded = list[Minibatch]()
     for rows in batches:
+        boxes.run.interruption.end_if_asked(boxes.save_checkpoint)
         step.drop()  # what an error has left
         parts = rollout.minibatches(rows, config.mini_batch_size)
         tokens, divergence = total_over_ranks(float(counts[rows].sum()), step.accelerator.device), Mean(0.0, 0.0)
@@ -105,7 +111,8 @@ def update(
                     step.drop()
                     del recorded[len(recorded) - number + 1 :]  # no loss of a step that is not taken counts
                     stopped = {"policy/approxkl": divergence, "policy/early_stopped": Mean(1.0, 1.0)}
-                    return [*recorded, Minibatch(new.mask, stopped, log_ratio.abs().max())]
+                    recorded.append(Minibatch(new.mask, stopped, log_ratio.abs().max()))
+                    return
                 stats = boxes.train_minibatch(
                     old_logprobs=old.old_logprobs[span],
                     values=old.values[span],
@@ -119,4 +126,3 @@ def update(
             ends = {"policy/early_stopped": Mean(0.0, 1.0)} if is_last else {}
             entropy = {} if new.entropy is None else {"policy/entropy": Mean.of(new.entropy, new.mask)}
             recorded.append(Minibatch(new.mask, {**entropy, **stats, **ends}, log_ratio.abs().max()))
-    return recorded

@@ -1,6 +1,7 @@
 """Scores response tokens under a model, without padding: the one place where PPO calls `tokens/`."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.accelerators import WeighingAccelerator, moved
 from trimtab_common.formulas.kl import FixedKLController
+from trimtab_common.run import Run, Stateful
 from trimtab_common.stats import Stats
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.generate import pad
@@ -95,6 +97,8 @@ class Trainer(Protocol):
     rollout: RolloutBackend | None
     current_device: torch.device
     dataset: Any
+    run: Run
+    unfinished: Stateful
 
     def prepare_dataloader(
         self, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None = None
@@ -114,6 +118,7 @@ class Trainer(Protocol):
     def _kl_penalty(self, logprob: Tensor, ref_logprob: Tensor) -> Tensor: ...
     def record_step_stats(self, kl_coef: float, **data: Any) -> Stats: ...
     def gather_stats(self, stats: Mapping[str, object]) -> Stats: ...
+    def save_checkpoint(self) -> Path: ...
 
 
 def forward(trainer: Trainer, model: nn.Module, rollout: Experience, replaced: Collection[str]) -> Scores:

@@ -281,6 +281,7 @@ def run_of(trainer: Trainer, pending: Stateful | None) -> Run:
         trainer, "optimizer", "lr_scheduler", "kl_ctl", "running", "batches", "sampler", "steps_done", "best_score"
     )
     run.keep(accelerator, "scaler")
+    run.keep_per_rank("unfinished", trainer.unfinished)
     if pending is not None:
         run.keep_per_rank("pending", pending)
     return run

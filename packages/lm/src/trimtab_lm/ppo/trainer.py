@@ -1,6 +1,7 @@
 """PPO for language models: the program around `algorithm`, and the documented methods that it calls."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,14 @@ from . import files, setup
 from .algorithm import evaluate, rows_of_updates, update
 from .checks import check_rollout, check_step
 from .config import PPOConfig
+from .experience import Experience
 from .generation import Sampler, completions_of, step_arguments
 from .loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio, shaped
 from .optimizer_step import OptimizerStep
 from .passes import Padding, padded_inputs, score, token_entropy
 from .policy import ActorCritic, ReferencePolicy, keep_value_dtype
 from .statistics import Clock, ended, rollout_stats, sampling_stats, step_stats, vitals
+from .unfinished import Evaluated, Unfinished, placed
 
 
 class PPOTrainer(NamesOf2024):
@@ -97,7 +100,7 @@ class PPOTrainer(NamesOf2024):
         self.reference_policy = ReferencePolicy(self.bare, self.reference, self.ref_model, self.accelerator)
         self.rounding = rounding_of(model.pretrained_model.dtype, is_mixed=self.accelerator.mixed_precision != "no")
         self.kl_ctl, self.running = config.kl_controller(), RunningMoments()
-        self.sampler = Sampler(self)
+        self.sampler, self.unfinished = Sampler(self), Unfinished()
         self.rollout = self.sampler.ahead_if_asked(rollout)
         self.steps_done, self.best_score, self.data_collator = 0, float("-inf"), data_collator
         self.dataset, self.dataloader, self.batches = setup.open_data(self, dataset, data_collator)
@@ -130,7 +133,15 @@ class PPOTrainer(NamesOf2024):
         files.resume(self.run, self.config, resume_from)
         config, sampler, total = self.config, self.sampler, steps or self.config.steps
         options, history, batches = sampler.options(generation_kwargs or {}), list[Stats](), endless(loader)
+
+        def note(logs: Stats, batch: Stats) -> None:
+            history.append({name: value for name, value in logs.items() if isinstance(value, float)})
+            if on_step is not None:
+                on_step(self.steps_done, logs, batch)
+
         with self.run.training(config.output_dir):
+            if finished := self._finish_loaded():
+                note(*finished)
             for number in progress(range(self.steps_done + 1, total + 1), "PPO steps"):
                 batch = next(batches)
                 self.run.begin_step(config.output_dir)
@@ -143,10 +154,7 @@ class PPOTrainer(NamesOf2024):
                     stats |= self.gather_stats(more)
                 if (episodes := sampled.episodes) is not None:
                     scores = [score + float(row.sum()) for score, row in zip(scores, episodes.rewards, strict=True)]
-                logs = self.log_stats(stats, batch, scores)
-                history.append({name: value for name, value in logs.items() if isinstance(value, float)})
-                if on_step is not None:
-                    on_step(self.steps_done, logs, batch)
+                note(self.log_stats(stats, batch, scores), batch)
                 if config.save_steps and self.steps_done % config.save_steps == 0:
                     save_or_warn(self.save_checkpoint, config.on_save_error)
                 self.run.interruption.end_if_asked(self.save_checkpoint)
@@ -174,16 +182,23 @@ class PPOTrainer(NamesOf2024):
         """
         self.run.begin_step(self.config.output_dir)
         clock, config, is_first = Clock(), self.config, self.steps_done == 0
-        overridden = replaced(self, PPOTrainer, "batched_forward_pass", "compute_rewards", "loss", "train_minibatch")
+        overridden = self._overridden()
         columns = (queries, responses, scores, response_masks, response_rewards, sampler_logprobs)
         rollout, given = check_step(self, *columns, is_first=is_first, reads_ids="batched_forward_pass" in overridden)
         scores_shaped = shaped(given, ended(rollout.responses, self.sampler.eos_ids), config, self.running)
-        batches = rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done)
         with without_dropout(self.actor_critic):
             rollout, mismatch = evaluate(self, rollout, scores_shaped, overridden, clock.lap)
-            seen = check_rollout(rollout, other_reference_from=self.rounding if is_first else None)
-            recorded = update(self, rollout, batches, overridden, counts=seen.masks.sum(1))
-        if is_first and rollout.old_logprobs is rollout.logprobs:
+        seen = check_rollout(rollout, other_reference_from=self.rounding if is_first else None)
+        return self._finish_step(rollout, Evaluated(seen, mismatch, []), overridden, clock)
+
+    def _finish_step(self, rollout: Experience, batch: Evaluated, overridden: Collection[str], clock: Clock) -> Stats:
+        """The updates of a step that are left, and its statistics; `rollout` is on the device."""
+        config, (seen, mismatch, recorded) = self.config, batch
+        updates = rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done)
+        left = islice(updates, len(recorded) // config.gradient_accumulation_steps, None)
+        with self.unfinished.under_way(batch), without_dropout(self.actor_critic):
+            update(self, rollout, left, overridden, counts=seen.masks.sum(1), recorded=recorded)
+        if self.steps_done == 0 and rollout.old_logprobs is rollout.logprobs:
             warn_at_start(OTHER_START, float(recorded[0].largest_log_ratio), rounding=self.rounding)
         stats = step_stats(self, seen, recorded, mismatch, clock, ends=self.sampler.eos_ids)
         if self.lr_scheduler is not None:
@@ -200,6 +215,23 @@ class PPOTrainer(NamesOf2024):
         self.kl_ctl.update(stats["objective/kl"], config.batch_size * self.accelerator.num_processes)
         self.run.interruption.end_step(self.save_checkpoint, is_last=self.steps_done >= config.steps)
         return stats
+
+    def _overridden(self) -> Collection[str]:
+        """The documented methods of the passes that a subclass or an assignment replaces."""
+        return replaced(self, PPOTrainer, "batched_forward_pass", "compute_rewards", "loss", "train_minibatch")
+
+    def _finish_loaded(self) -> tuple[Stats, Stats] | None:
+        """Finishes the step within which a checkpoint was saved, if any; returns what was logged, and the batch."""
+        if (batch := self.unfinished.batch) is None:
+            return None
+        self.run.begin_step(self.config.output_dir)
+        overridden, host = self._overridden(), torch.device("cpu")
+        tokens = self.current_device if "batched_forward_pass" in overridden else host
+        rollout = placed(batch.rollout, self.current_device, tokens=tokens)
+        stats = self._finish_step(rollout, batch, overridden, Clock())
+        rows = {"query": batch.rollout.queries, "response": batch.rollout.responses}
+        texts: Stats = {name: self.tokenizer.batch_decode(ids) for name, ids in rows.items()}
+        return self.log_stats(stats, texts, batch.rollout.scores.tolist()), texts
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
         """The padded inputs of a model, for `batched_forward_pass`."""
@@ -375,11 +407,16 @@ class PPOTrainer(NamesOf2024):
         root = output_dir or self.config.output_dir
         if root is None:
             raise ValueError("save_checkpoint needs a folder: give it one, or PPOConfig(output_dir=...).")
-        return self.run.save(root, self.steps_done, keep=self.config.save_total_limit)
+        is_within = self.unfinished.batch is not None  # it is the step's that loading it finishes
+        return self.run.save(root, self.steps_done + is_within, keep=self.config.save_total_limit)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Resumes from a checkpoint, in a trainer with the same models, config and data as the one that saved it."""
+        """Resumes from a checkpoint, in a trainer with the same models, config and data as the one that saved it.
+
+        A step that a signal has cut short is finished and logged.
+        """
         self.run.load(path)
+        self._finish_loaded()
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Writes policy, tokenizer and a model card into a folder. Collective; `kwargs`: of the model's method."""
