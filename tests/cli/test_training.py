@@ -62,6 +62,11 @@ def test_a_subcommand_trains_and_saves_model_and_tokenizer(name, place, capsys):
     gaps = [float((weight - before[key]).abs().max()) for key, weight in trained.transformer.state_dict().items()]
     assert max(gaps) > 1e-3
     assert AutoTokenizer.from_pretrained(f"runs/{name}").get_vocab() == tiny.tokenizer().get_vocab()
+    page = Path("runs", name, "README.md").read_text()
+    assert f'from_pretrained("runs/{name}")' in page
+    assert "| base model | model |" in page
+    assert f"| dataset | {COMMANDS[name][0].removeprefix('--dataset=')} |" in page
+    assert ("| reward | " in page) is (name in ("grpo", "ppo", "iterative-sft"))
 
 
 @pytest.mark.slow

@@ -242,9 +242,19 @@ def test_the_card_is_valid_and_its_python_loads_the_model(tmp_path, monkeypatch,
     assert "| train_learning_rate | 0.02 |" in page
     assert "| negative_prompts | dull |" in page
     assert "2305.13301" in page
-    assert page.startswith("\n# TRL DDPO Model\n")
+    assert page.startswith("\n# mine\n")
+    assert "| reward | " in page
     monkeypatch.chdir(tmp_path)  # the card uses the folder's name for the model
     assert torch.equal(pictures(run_usage(page)), pictures(pipeline.sd_pipeline))
+
+
+def test_the_card_of_a_pipeline_without_some_of_its_parts_leaves_them_out(tmp_path, monkeypatch):
+    stock = tiny.stable_diffusion_3()
+    trained(stock).save_pretrained(tmp_path / "mine")
+    _, page = split(tmp_path / "mine" / "README.md")
+    assert 'from_pretrained("mine", text_encoder_3=None, tokenizer_3=None)' in page
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(pictures(run_usage(page)), pictures(stock))
 
 
 def test_a_card_of_another_name(tmp_path):

@@ -89,8 +89,10 @@ def test_create_model_card_names_model_trainer_and_settings(tmp_path):
     assert "# My policy" in text
     assert "| learning_rate | 0.125 |" in text
     assert "1909.08593" in text
-    trainer.create_model_card(str(tmp_path))
-    assert "# TRL Model" in (tmp_path / "README.md").read_text()
+    trainer.create_model_card(str(tmp_path / "mine"))
+    text = (tmp_path / "mine" / "README.md").read_text()
+    assert "# mine\n" in text
+    assert "TRL" not in text.replace("tracker_project_name | trl", "")
 
 
 def test_push_to_hub_uploads_what_save_pretrained_writes(monkeypatch):

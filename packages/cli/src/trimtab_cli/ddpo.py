@@ -200,6 +200,7 @@ def _train(name: str, argv: Sequence[str], arguments: Any, config_kind: Any, kin
         set_seed(config.seed)
         inputs, options = run.inputs()
         trainer = kind(config, *inputs, **options)
+        trainer.run.about = {"model": run.model, "dataset": run.dataset, "split": run.split}
     trainer.sd_pipeline.set_progress_bar_config(disable=True)
     with errors_in_one_line(name, DURING_TRAINING):
         trainer.train()

@@ -111,6 +111,10 @@ class RunConfig:
         if self.load_in_4bit and not is_bitsandbytes_available():
             raise ValueError('load_in_4bit=True needs bitsandbytes: pip install "trimtab-lm[quantization]".')
 
+    def about(self) -> dict[str, object]:
+        """What the run is of, for the tracker and the model card."""
+        return {"model": self.model, "dataset": self.dataset, "split": self.split}
+
     def rows(self, split: str | None = None) -> Dataset:
         """The rows of a split of the dataset, in a format of the trainers; None: those to train on."""
         rows = open_dataset(self.dataset, split or self.split)

@@ -1,8 +1,7 @@
 """`trimtab sft`, `reward`, `dpo`, `grpo` and `ppo`: a trainer on a dataset, by flags and a file."""
 
 from collections.abc import Callable, Mapping, Sequence
-
-from transformers import Trainer
+from typing import Any
 
 from trimtab_common.seeding import set_seed
 from trimtab_lm import (
@@ -19,6 +18,7 @@ from trimtab_lm import (
     SFTConfig,
     SFTTrainer,
 )
+from trimtab_lm.hf.adapter import TrainerAdapter
 
 from .subcommands import (
     DURING_TRAINING,
@@ -66,7 +66,7 @@ DOUBLES = ("model_name", "query_dataset", "reward_model")
 def train(
     name: str,
     about: str,
-    kind: Callable[..., Trainer],
+    kind: Callable[..., TrainerAdapter[Any, Any]],
     *configs: type,
     argv: Sequence[str],
     task: str | None = None,
@@ -93,6 +93,7 @@ def train(
         functions = [each.functions() for each in rewards]
         options = {"processing_class": run.tokenizer} if run.chat_template else {}
         trainer = kind(run.model, *functions, args=args, **data, peft_config=run.adapters(task), **options)
+        trainer.about = {**trainer.about, **run.about()}
     with errors_in_one_line(name, DURING_TRAINING):
         trainer.train(checkpoint_of(run, args))
     if held_out is not None:
@@ -137,6 +138,7 @@ def ppo(argv: Sequence[str]) -> int:
         tokenizer = run.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         trainer = PPOTrainer(config, model, tokenizer=tokenizer, dataset=run.rows())
+        trainer.run.about = run.about()
     is_main = trainer.accelerator.is_main_process
 
     def report(step: int, stats: Mapping[str, float], batch: object) -> None:

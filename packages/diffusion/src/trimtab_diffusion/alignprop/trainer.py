@@ -47,7 +47,7 @@ class AlignPropTrainer(PipelineTrainer):
             the global step, and a tracker with `log_images` and `log`.
     """
 
-    paper, title = "Prabhudesai et al. 2023, arXiv:2310.03739", "AlignProp model"
+    method, paper = "AlignProp", "Prabhudesai et al. 2023, arXiv:2310.03739"
     config: AlignPropConfig
 
     def __init__(
@@ -59,11 +59,11 @@ class AlignPropTrainer(PipelineTrainer):
         image_samples_hook: Callable[[dict[str, Any], int, HookTracker], object] | None = None,
     ) -> None:
         super().__init__(config, sd_pipeline)
-        self.reward_fn, self.image_samples_callback = reward_function, image_samples_hook
+        self.image_samples_callback = image_samples_hook
         if config.train_gradient_checkpointing:
             self.sd_pipeline.sd_pipeline.vae.enable_gradient_checkpointing()
         self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD)
-        self._keep_prompts(prompt_function)
+        self._keep_prompts(prompt_function, reward_function)
         self._resume()
 
     def step(self, epoch: int, global_step: int) -> int:

@@ -56,7 +56,7 @@ class DDPOTrainer(PipelineTrainer):
         eval_prompts: prompts and their metadata, for `evaluate`; their number is a multiple of the processes'.
     """
 
-    paper, title = "Black et al. 2023, arXiv:2305.13301", "TRL DDPO Model"
+    method, paper = "DDPO", "Black et al. 2023, arXiv:2305.13301"
     config: DDPOConfig
 
     def __init__(
@@ -72,7 +72,7 @@ class DDPOTrainer(PipelineTrainer):
     ) -> None:
         super().__init__(config, sd_pipeline)
         self.eval_prompts = checked_prompts(eval_prompts, config, self.accelerator.num_processes)
-        self.reward_fn, self.image_samples_callback = reward_function, image_samples_hook
+        self.image_samples_callback = image_samples_hook
         default = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)}
         self.other_rewards = default if other_rewards is None else other_rewards
         self.reference = reference_of(self.sd_pipeline, self.accelerator) if config.init_kl_coef else None
@@ -83,7 +83,7 @@ class DDPOTrainer(PipelineTrainer):
         if config.per_prompt_stat_tracking:
             size, count = config.per_prompt_stat_tracking_buffer_size, config.per_prompt_stat_tracking_min_count
             self.prompt_stats = PerPromptStatTracker(size, count)
-        self._keep_prompts(prompt_function)
+        self._keep_prompts(prompt_function, reward_function)
         self.run.keep(self, "kl_ctl", "prompt_stats")
         self._resume()
 
@@ -299,6 +299,12 @@ class DDPOTrainer(PipelineTrainer):
         self.run.tracker.images("pictures", *captioned(images, prompts, rewards), self.global_step)
 
     # ------------------------------------------------- what scripts of 2024 read
+
+    def create_model_card(
+        self, path: str, model_name: str | None = "TRL DDPO Model", *, repo_id: str | None = None
+    ) -> None:
+        """Writes a model card, README.md; the default name stands for that of the folder, or of `repo_id`."""
+        super().create_model_card(path, model_name, repo_id=repo_id)
 
     @property
     def stat_tracker(self) -> PerPromptStatTracker | None:

@@ -38,7 +38,7 @@ class DiffusionDPOTrainer(PipelineTrainer):
         ValueError: a row has no caption or no picture, sizes differ, or there are fewer pairs than an update takes.
     """
 
-    paper, title = "Wallace et al. 2023, arXiv:2311.12908", "Diffusion-DPO model"
+    method, paper = "Diffusion-DPO", "Wallace et al. 2023, arXiv:2311.12908"
     config: DiffusionDPOConfig
 
     def __init__(
@@ -50,6 +50,7 @@ class DiffusionDPOTrainer(PipelineTrainer):
         check_pairs(train_dataset)
         super().__init__(config, sd_pipeline)
         self.pairs = len(train_dataset)
+        self.facts = {"data": f"{self.pairs:,} pairs of pictures"}
         per_update = config.samples_per_update * self.accelerator.num_processes
         if self.pairs < per_update:
             raise ValueError(

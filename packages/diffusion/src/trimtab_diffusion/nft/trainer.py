@@ -73,7 +73,7 @@ class DiffusionNFTTrainer(PipelineTrainer):
         ValueError: there is a solver and `config.sample_eta`, or the engine is FSDP or DeepSpeed.
     """
 
-    paper, title = "Zheng et al. 2025, arXiv:2509.16117", "DiffusionNFT model"
+    method, paper = "DiffusionNFT", "Zheng et al. 2025, arXiv:2509.16117"
     config: DiffusionNFTConfig
 
     def __init__(
@@ -98,12 +98,12 @@ class DiffusionNFTTrainer(PipelineTrainer):
                 f"{self.accelerator.distributed_type.value} divides over processes. Train with DDP, and use_lora=True "
                 "if memory is short."
             )
-        self.reward_fn, self.image_samples_callback, self.solver = reward_function, image_samples_hook, solver
+        self.image_samples_callback, self.solver = image_samples_hook, solver
         self.schedule: Schedule | None = None
         self.reference = reference_of(self.sd_pipeline, self.accelerator) if config.kl_coef else None
         self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD)
         self.old = OldPolicy(self.accelerator.unwrap_model(self.model))
-        self._keep_prompts(prompt_function)
+        self._keep_prompts(prompt_function, reward_function)
         self.run.keep(self, "old")
         self._resume()
 

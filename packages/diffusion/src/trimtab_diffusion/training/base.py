@@ -11,32 +11,33 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 
+from trimtab_common.cards import facts_of, write_model_card
 from trimtab_common.conditions import Vitals
 from trimtab_common.config import to_flat_dict
-from trimtab_common.hub import write_model_card
 from trimtab_common.run import Stateful
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.sharding import divides_weights
 from trimtab_common.tracking import Tracker, progress
+from trimtab_diffusion.compat.pipelines import absent_parts
 from trimtab_diffusion.lora import base_name
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from . import setup
 from .config import PipelineConfig
 from .optimizing import optimizer_of, warmup
-from .sampling import PromptFunction
+from .sampling import PromptFunction, RewardFunction
 
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
 EVALUATION = 2**32 - 1  # the draw of an evaluation, which no epoch has
 USAGE = {
     True: """from diffusers import DiffusionPipeline
 
-pipeline = DiffusionPipeline.from_pretrained("{base}")
-pipeline.load_lora_weights("{repo_id}")""",
+pipeline = DiffusionPipeline.from_pretrained("{{base}}"{absent})
+pipeline.load_lora_weights("{{repo_id}}")""",
     False: """from diffusers import DiffusionPipeline
 
-pipeline = DiffusionPipeline.from_pretrained("{repo_id}")""",
+pipeline = DiffusionPipeline.from_pretrained("{{repo_id}}"{absent})""",
 }
 """The code of a model card, with and without adapters."""
 
@@ -51,12 +52,13 @@ class PipelineTrainer:
         sd_pipeline: a DDPOStableDiffusionPipeline; or a diffusers pipeline, all of whose denoiser is then trained.
 
     Attributes:
-        paper, title: the algorithm's paper and the title of a model card.
+        method, paper: the algorithm and its paper, for the model card.
+        facts: what the pipeline is trained on, for the model card.
         last_stats: the numbers that the last epoch logged.
     """
 
+    method: str
     paper: str
-    title: str
     config: PipelineConfig
 
     def __init__(
@@ -72,6 +74,7 @@ class PipelineTrainer:
         setup.place(config, sd_pipeline, self.accelerator)
         self.first_epoch = self.global_step = 0
         self.last_stats: dict[str, float] = {}
+        self.facts: dict[str, object] = {}
 
     def _prepare(
         self, *, without_effect: Collection[str], held: Collection[str], kl_target: float | None = None
@@ -88,9 +91,10 @@ class PipelineTrainer:
         self.run.keep(self, "optimizer", "lr_scheduler", "first_epoch", "global_step")
         self.run.keep(self.accelerator, "scaler")
 
-    def _keep_prompts(self, prompt_function: PromptFunction) -> None:
-        """Puts the state of a prompt function into checkpoints, if it has one, and the images scored so far."""
-        self.prompt_fn, self.queries = prompt_function, 0
+    def _keep_prompts(self, prompt_function: PromptFunction, reward_function: RewardFunction) -> None:
+        """Takes the functions; checkpoints hold the prompts' state, if any, and the number of images scored so far."""
+        self.prompt_fn, self.reward_fn, self.queries = prompt_function, reward_function, 0
+        self.facts = {"prompts": _name_of(prompt_function), "reward": _name_of(reward_function)}
         self.run.keep(self, "queries")
         if isinstance(prompt_function, Stateful):
             self.run.keep_per_rank("prompt_function", prompt_function)
@@ -191,21 +195,24 @@ class PipelineTrainer:
 
         Args:
             path: created where it does not exist.
-            model_name: the card's title; by default the trainer's `title`.
-            repo_id: what the model is loaded by; by default the folder's name.
+            model_name: the card's title; by default the name of the folder, or of `repo_id`.
+            repo_id: what the model is loaded by; by default the folder.
         """
-        pipeline, tags = self.sd_pipeline, ["text-to-image"]
+        pipeline, stock = self.sd_pipeline, self.sd_pipeline.sd_pipeline
+        absent = "".join(f", {name}=None" for name in absent_parts(stock))
         write_model_card(
             path,
-            name=model_name or self.title,
+            name=model_name,
             trainer=type(self).__name__,
+            method=self.method,
             paper=self.paper,
-            usage=USAGE[pipeline.use_lora],
+            usage=USAGE[pipeline.use_lora].format(absent=absent),
             library="diffusers",
-            base_model=base_name(pipeline.sd_pipeline),
+            base_model=base_name(stock),
+            facts=facts_of(self.run.about, **self.facts),
             settings=to_flat_dict(self.config),
             repo_id=repo_id,
-            tags=[*tags, "lora"] if pipeline.use_lora else tags,
+            tags=["text-to-image", "lora"] if pipeline.use_lora else ["text-to-image"],
         )
 
     def _full_weights(self) -> dict[str, Tensor] | None:
@@ -228,3 +235,8 @@ class PipelineTrainer:
     def autocast(self) -> Callable[[], AbstractContextManager[None]]:
         """A context for forward passes in the run's precision."""
         return self.accelerator.autocast
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """A function's name; for an object that is called, the name of its class."""
+    return str(getattr(function, "__qualname__", type(function).__name__))

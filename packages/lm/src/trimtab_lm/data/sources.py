@@ -40,6 +40,14 @@ def as_data(dataset: object) -> Data:
         ) from error
 
 
+def rows_in_words(dataset: Any) -> str | None:
+    """What is known of training data: its rows and columns; None without data."""
+    if dataset is None:
+        return None
+    count = f"{len(dataset):,} rows" if isinstance(dataset, Dataset | list) else "a stream of rows"
+    return f"{count} with the columns {', '.join(dataset.column_names)}" if isinstance(dataset, Dataset) else count
+
+
 def _plain(row: object) -> dict[str, Any]:
     """Returns a row with tensors and arrays converted to lists."""
     if not isinstance(row, Mapping):

@@ -72,6 +72,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
             through preprocess_logits_for_metrics.
     """
 
+    method, paper = "DPO", "Rafailov et al. 2023, arXiv:2305.18290"
     reference: Reference | None = None
 
     beta, label_smoothing, loss_type, reference_free = Setting(), Setting(), Setting(), Setting()

@@ -70,6 +70,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
             conversations.
     """
 
+    method, paper = "GRPO", "Shao et al. 2024, arXiv:2402.03300"
     search_objective = "eval_reward"
 
     @takes_constructor_of_2024(GRPOConfig)
@@ -98,6 +99,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         args = self.config
         self.backend, self.pending = backend_and_pending(args, self.tokenizer, rollout)
         rewards = reward_set_of(reward_funcs, args, reward_processing_classes, self.backend)
+        self.about = {"reward": ", ".join(rewards.names)}
         self.sampler = GroupSampler(self, rewards, has_own_limit=rollout is not None)
         require_eos(self.tokenizer)
         self.lay_out: Callable[..., Batch] = partial(

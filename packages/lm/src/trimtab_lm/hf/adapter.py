@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, Unpack, cast
 
 import torch
@@ -16,11 +17,13 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.sharding import full_state_dicts, reshard
 from trimtab_lm.data.media import check_features, check_row
+from trimtab_lm.data.sources import rows_in_words
 from trimtab_lm.interface import Model, Processor, check_generation_config, tokenizer_of
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
 from trimtab_lm.tokens.forward import best_layout, masked_size
 
 from .callback import AdapterCallback
+from .cards import write_card
 from .checkpoints import Checkpoints, make_output_dir
 from .config import Config, for_own_collators
 from .hooks import HooksOf2024, predictions_of
@@ -53,6 +56,9 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     loss_is_scaled_for_ga = True  # batch_loss divides by the items of the whole optimizer step
     search_objective = "eval_loss"  # the metric of a hyperparameter search, unless the caller names another
     trains_without_dropout = False  # True: dropout is off until the end of backward
+    method: str  # the algorithm and its paper, for the model card
+    paper: str
+    about: Mapping[str, object] = MappingProxyType({})  # settings of the program: dataset, split, reward
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         self.keeps_columns, self.peft_config = not config.remove_unused_columns, peft_config
         self.args = self.config = for_own_collators(config, data["train_dataset"], data["eval_dataset"])
         self.recorder, self.tables = Recorder(), Tables()
+        self.rows = rows_in_words(data["train_dataset"])
         self.has_own_collator = data["data_collator"] is not None
         self.model_init = model_init
         model = first_model(self, model)
@@ -282,6 +289,34 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         is_checkpoint = _internal_call and self.checkpoints.begin_save(output_dir)
         with nullcontext() if is_checkpoint else full_state_dicts(self.accelerator):
             super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            write_card(self, output_dir or str(self.args.output_dir))
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Writes the model card, README.md, into `output_dir`; arguments as of transformers.
+
+        `tasks`, `dataset_tags`, `dataset` and `dataset_args` become rows of its table on training.
+        """
+        if not self.is_world_process_zero():
+            return
+        given = {"tasks": tasks, "dataset tags": dataset_tags, "dataset": dataset, "dataset arguments": dataset_args}
+        about = {name: value for name, value in given.items() if value is not None}
+        more: dict[str, Any] = {"language": language, "license": license, "name": model_name}
+        more["tags"] = [tags] if isinstance(tags, str) else tags or []
+        if finetuned_from is not None:
+            more["base_model"] = finetuned_from
+        write_card(self, str(self.args.output_dir), repo_id=self.hub_model_id, about=about, **more)
 
 
 AnyTrainer = TrainerAdapter[Any, Any]

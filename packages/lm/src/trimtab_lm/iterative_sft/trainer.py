@@ -39,6 +39,8 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         peft_config: adapters to add.
     """
 
+    method, paper = "fine-tuning on samples that a reward chooses (RAFT)", "Dong et al. 2023, arXiv:2304.06767"
+
     @takes_constructor_of_2024(IterativeSFTConfig, ITERATIVE_SFT)
     def __init__(
         self,

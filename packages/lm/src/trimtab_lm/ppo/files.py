@@ -8,11 +8,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from trimtab_common.cards import facts_of, write_model_card
 from trimtab_common.config import to_flat_dict
-from trimtab_common.hub import write_model_card
 from trimtab_common.run import Run
 from trimtab_common.sharding import divides_weights
 from trimtab_common.stats import gather_over_ranks
+from trimtab_lm.data.sources import rows_in_words
+from trimtab_lm.interface import base_of
 
 from .checks import check_logged
 from .config import PPOConfig
@@ -73,17 +75,19 @@ def write_policy(
 
 def write_card(trainer: Any, path: str, *, name: str | None, repo_id: str | None) -> None:
     """See `PPOTrainer.create_model_card`."""
-    settings = to_flat_dict(trainer.config)
     write_model_card(
         path,
-        name=name or "Model",
+        name=name,
         trainer=type(trainer).__name__,
+        method="PPO",
         paper="Ziegler et al. 2019, arXiv:1909.08593",
         usage=USAGE.replace("{model}", type(trainer.model).__name__),
         library="transformers",
         repo_id=repo_id,
-        base_model=trainer.model.config.name_or_path or None,
-        settings={name: value for name, value in settings.items() if value not in (None, {})},
+        base_model=base_of(trainer.model.pretrained_model).config.name_or_path or None,
+        facts=facts_of(trainer.run.about, data=rows_in_words(trainer.dataset)),
+        settings=to_flat_dict(trainer.config),
+        tags=["reinforcement-learning"],
     )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.accelerators import WeighingAccelerator, moved
 from trimtab_common.formulas.kl import FixedKLController
-from trimtab_common.run import Run, Stateful
+from trimtab_common.run import Run
 from trimtab_common.stats import Stats
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.generate import pad
@@ -27,6 +27,7 @@ from .config import PPOConfig
 from .experience import UNKNOWN, Experience
 from .optimizer_step import OptimizerStep
 from .policy import ActorCritic, ReferencePolicy, whole_models
+from .unfinished import Unfinished
 
 
 class Padding(NamedTuple):
@@ -98,7 +99,7 @@ class Trainer(Protocol):
     current_device: torch.device
     dataset: Any
     run: Run
-    unfinished: Stateful
+    unfinished: Unfinished
 
     def prepare_dataloader(
         self, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None = None

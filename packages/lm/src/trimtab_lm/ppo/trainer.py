@@ -130,6 +130,7 @@ class PPOTrainer(NamesOf2024):
         if (loader := self.dataloader) is None:
             raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
         rewards = setup.rewards_of_run(self, reward, reward_weights)
+        self.run.about = {"reward": ", ".join(rewards.names), **self.run.about}
         files.resume(self.run, self.config, resume_from)
         config, sampler, total = self.config, self.sampler, steps or self.config.steps
         options, history, batches = sampler.options(generation_kwargs or {}), list[Stats](), endless(loader)
@@ -230,7 +231,7 @@ class PPOTrainer(NamesOf2024):
         rollout = placed(batch.rollout, self.current_device, tokens=tokens)
         stats = self._finish_step(rollout, batch, overridden, Clock())
         rows = {"query": batch.rollout.queries, "response": batch.rollout.responses}
-        texts: Stats = {name: self.tokenizer.batch_decode(ids) for name, ids in rows.items()}
+        texts: Stats = {name: [self.tokenizer.decode(row) for row in ids] for name, ids in rows.items()}
         return self.log_stats(stats, texts, batch.rollout.scores.tolist()), texts
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
@@ -432,5 +433,8 @@ class PPOTrainer(NamesOf2024):
         return self.run.push(lambda folder: files.write_policy(self, folder, weights, repo_id), repo_id, **kwargs)
 
     def create_model_card(self, path: str, model_name: str | None = "TRL Model", *, repo_id: str | None = None) -> None:
-        """Writes a model card, README.md, into a folder; `repo_id` is what loads the model (the folder's name)."""
+        """Writes a model card, README.md, into a folder. `repo_id` loads the model: the folder, unless given.
+
+        The card's title is `model_name`, or for its default the name of the folder or of `repo_id`.
+        """
         files.write_card(self, path, name=model_name, repo_id=repo_id)

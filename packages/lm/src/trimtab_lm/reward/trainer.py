@@ -72,6 +72,8 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         peft_config: adapters to train, and the score head with them.
     """
 
+    method, paper = "the Bradley-Terry loss of a reward model", "Ouyang et al. 2022, arXiv:2203.02155"
+
     @takes_constructor_of_2024(RewardConfig, REWARD)
     def __init__(
         self,

@@ -42,6 +42,8 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         formatting_func: from a row to its text.
     """
 
+    method, paper = "supervised fine-tuning", "Ouyang et al. 2022, arXiv:2203.02155"
+
     @takes_constructor_of_2024(SFTConfig, SFT)
     def __init__(
         self,
