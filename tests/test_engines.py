@@ -10,7 +10,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from transformers import AutoConfig
 
-from trimtab_cli.memory import GIB, MemoryConfig, ModelSize, engines, memory, size_of
+from trimtab_cli.memory import MemoryConfig, ModelSize, engines, memory, size_of
+from trimtab_cli.tables import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")

@@ -9,7 +9,8 @@ from tests.lm import tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from trimtab_cli.memory import GIB, Memory, MemoryConfig, engines, main, memory, size_of
+from trimtab_cli.memory import Memory, MemoryConfig, engines, main, memory, size_of
+from trimtab_cli.tables import GIB
 
 LLAMA = LlamaConfig(
     vocab_size=96,

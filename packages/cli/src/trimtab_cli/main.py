@@ -43,9 +43,10 @@ OTHERS = {
     "chat": Command("trimtab_cli.chat", "main", "talk to a model, beside its reference"),
     "merge": Command("trimtab_cli.merge", "main", "an adapter and its base model as one model"),
     "memory": Command("trimtab_cli.memory", "main", "what each GPU would hold in a training, per engine"),
+    "memory ddpo": Command("trimtab_cli.diffusion_memory", "main", "what a GPU would hold in a training of DDPO"),
 }
 COMMANDS = TRAINING | OTHERS
-NEEDED = dict.fromkeys(("ddpo", "nft", "align-prop", "diffusion-dpo"), "trimtab_diffusion")
+NEEDED = dict.fromkeys(("ddpo", "nft", "align-prop", "diffusion-dpo", "memory ddpo"), "trimtab_diffusion")
 """Packages that subcommands need besides those that this one depends on."""
 HELP = {"-h", "--help", "--help-all"}
 PAGES = Path(__file__).with_name("help")
@@ -56,7 +57,7 @@ PAGES = Path(__file__).with_name("help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand that the first word names.
+    """Run the subcommand that the first word names, or the first two.
 
     Args:
         argv: the words after the program's name; None: those of the running program.
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if argv is None and not HELP.isdisjoint(words):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `trimtab dpo --help | head` ends without an error
-    name = words[0]
+    name = pair if (pair := " ".join(words[:2])) in COMMANDS else words[0]
     if name in HELP:
         print(help_text())
         return 0
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print((PAGES / f"{name}.txt").read_text(encoding="utf-8"), end="")
         return 0
     run = cast(Callable[[Sequence[str]], int], getattr(import_module(command.module), command.function))
-    return run(words[1:])
+    return run(words[len(name.split()) :])
 
 
 def help_text() -> str:

@@ -33,7 +33,8 @@ from trimtab_lm.tokens.layout import TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import forward_replaced
 from trimtab_lm.tokens.scores import score_linear
 
-GIB = 2**30
+from .tables import print_gib
+
 GATHERED_LAYERS = 2
 """Layers whose sharded weights are gathered at a time, in bfloat16: the one that runs and the one after it."""
 
@@ -242,6 +243,13 @@ def memory(size: ModelSize, engine: Engine, config: MemoryConfig) -> Memory:
 
 def main(argv: Sequence[str]) -> int:
     """Print the table of the model that the words of the command line name; the exit status."""
+    if argv and not argv[0].startswith("-"):
+        print(
+            f"trimtab memory: error: {argv[0]!r} is no flag. For ddpo write `trimtab memory ddpo`, for a trainer of "
+            "language models --trainer; nft, align-prop and diffusion-dpo are not covered.",
+            file=sys.stderr,
+        )
+        return 2
     (config,) = parse_config(MemoryConfig, argv=argv, description=__doc__, program="trimtab memory")
     warnings.simplefilter("ignore", FutureWarning)  # transformers 5.24 renames gradient_checkpointing_enable
     try:
@@ -249,13 +257,7 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"trimtab memory: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    rows = [["engine", *Memory._fields, "total"]]
-    for name, engine in engines(config).items():
-        if (name == "one GPU") == (config.gpus == 1):
-            parts = memory(size, engine, config)
-            rows.append([name, *(f"{part / GIB:.1f}" for part in (*parts, parts.total))])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    chosen = {name: engine for name, engine in engines(config).items() if (name == "one GPU") == (config.gpus == 1)}
     print(f"{config.model} on {config.gpus} GPUs, GiB on each:")
-    for name, *cells in rows:
-        print(name.ljust(widths[0]), *(cell.rjust(width + 1) for cell, width in zip(cells, widths[1:], strict=True)))
+    print_gib(["engine", *Memory._fields], [(name, memory(size, engine, config)) for name, engine in chosen.items()])
     return 0
