@@ -17,7 +17,7 @@ import trimtab_lm.grpo.trainer
 from trimtab_lm import PPOTrainer
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.filterwarnings("ignore")]
-REFUSED = "on the same device|on cpu"
+REFUSED = "on the same device|on cpu|two different devices"
 
 
 def left_behind(trainer: Any, name: str) -> None:

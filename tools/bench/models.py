@@ -119,8 +119,17 @@ def set_value_head(head: nn.Linear) -> None:
         head.bias.zero_()
 
 
+def main(name: str, folder: Path) -> None:
+    """Writes all models of a size into a folder, unless they are there already."""
+    mark, wanted = folder / "size.txt", repr(SIZES[name])
+    if mark.exists() and mark.read_text() == wanted:
+        return
+    mark.unlink(missing_ok=True)
+    write_language_models(SIZES[name], folder)
+    write_stable_diffusion(SIZES[name], folder / "diffusion")
+    write_shapes(folder / "shapes")
+    mark.write_text(wanted)
+
+
 if __name__ == "__main__":
-    name, target = sys.argv[1:]
-    write_language_models(SIZES[name], Path(target))
-    write_stable_diffusion(SIZES[name], Path(target) / "diffusion")
-    write_shapes(Path(target) / "shapes")
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -124,8 +124,8 @@ def page(record: Mapping[str, Mapping[str, Any]], where: str) -> str:
         f"| `{name}` | {PARTS[name].what} | {entry['result']} | {entry.get('seconds', 0):.0f} "
         f"| {entry.get('peak_gib', 0):.1f} | {', '.join(f'{k} {v:.4g}' for k, v in entry.get('figures', {}).items())} "
         f"| {entry['commit']}, {entry['day']} |"
-        for name, entry in record.items()
-        if name in PARTS
+        for name in PARTS
+        for entry in [record.get(name, {"result": "not run", "commit": "-", "day": "-"})]
     ]
     lines = [
         "# What ran on a GPU",

@@ -39,6 +39,8 @@ from trimtab_lm import (
 )
 
 ROOT = Path(__file__).parents[2]
+TESTS = {"TESTS_ON_GPU": "1", "OMP_NUM_THREADS": "1"}  # tests/conftest.py hides the GPU from all other tests
+FILES = ("tests/accelerator", "tests/common/test_seeding.py")
 Figures = dict[str, float]
 
 
@@ -118,8 +120,8 @@ def tests(_: Size) -> Figures:
     Raises:
         RuntimeError: one of them failed.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "8", "-m", "accelerator", "tests/accelerator"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "8", "-m", "accelerator or gpu", *FILES]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | TESTS, capture_output=True, text=True)
     if done.returncode:
         failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         raise RuntimeError("; ".join([*failed, done.stdout.strip().splitlines()[-1]]))

@@ -10,6 +10,7 @@ from tests.lm.tokens.test_scores import CONSTANT, VARIED, VOCABULARY, gradients,
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+from trimtab_lm.compat.compiling import compiled_for_any_length
 from trimtab_lm.tokens import scores
 
 CLOSE = {torch.float32: {"rtol": 2e-5, "atol": 1e-6}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
@@ -80,16 +81,20 @@ def test_a_cpu_and_the_meta_device_compile_nothing():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fused")
-def test_compiled_scores_have_the_same_gradients_for_chunks_of_any_length(monkeypatch: pytest.MonkeyPatch):
+def test_scores_are_compiled_once_for_chunks_of_any_length_with_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+):
     torch.compiler.reset()
-    compiled = torch.compile(scores._score_and_gradient)
+    compiled = compiled_for_any_length(scores._score_and_gradient)
     monkeypatch.setattr(scores, "fused_score", lambda device: compiled)
-    for length in (3, 4, 5):
+    for length, stance in ((5, "default"), (7, "fail_on_recompile"), (11, "fail_on_recompile")):
         monkeypatch.setattr(scores, "CHUNK_ELEMENTS", length * VOCABULARY)
         for weights in (CONSTANT, VARIED):
             parts = linear_head(torch.float32)
             expected = gradients(*parts, weights, is_whole=True)
-            for a, b in zip(gradients(*parts, weights), expected, strict=True):
+            with torch.compiler.set_stance(stance):
+                ours = gradients(*parts, weights)
+            for a, b in zip(ours, expected, strict=True):
                 torch.testing.assert_close(a, b, **CLOSE[torch.float32])
 
 

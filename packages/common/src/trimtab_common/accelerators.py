@@ -122,6 +122,16 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return there
 
 
+def multiplies_in_float32(device: torch.device) -> bool:
+    """Whether a device multiplies float32 matrices as they are, and not in TF32 or bfloat16.
+
+    `torch.get_float32_matmul_precision()` fails where a program has set the precision for each backend, as transformers
+    does before it compiles a model.
+    """
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    return backend.matmul.fp32_precision in ("none", "ieee")
+
+
 @cache
 def memory_of(device: torch.device) -> int:
     """The bytes of an accelerator's memory; 0 for a CPU, and where PyTorch does not know them."""

@@ -190,7 +190,7 @@ class Tracker:
         kept = [list(row) for _, row in zip(range(MAX_TABLE_ROWS), rows, strict=False)]
         if not kept:
             return
-        known, types = self._columns.setdefault(name, (list(columns), [cell_type(cell) for cell in kept[0]]))
+        known, types = self._columns.setdefault(name, (list(columns), [cell_type(value) for value in kept[0]]))
         if known != list(columns):
             raise ValueError(f"table {name!r} has columns {known}, got {list(columns)}. Use another name for it.")
         cells = [[step, *map(cell, row, types)] for row in kept]

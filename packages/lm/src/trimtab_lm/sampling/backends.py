@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerBase
 
+from trimtab_common.accelerators import multiplies_in_float32
 from trimtab_common.seeding import private_rng
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.compat.attention import attention_of
@@ -121,7 +122,7 @@ def is_exact(model: Any) -> bool:
     In bfloat16 or TF32, a cache and another layout of the rows change log-probabilities by some 0.01.
     """
     is_autocast = "_original_forward" in vars(model)  # accelerate prepared it for mixed precision
-    is_full = model.device.type == "cpu" or torch.get_float32_matmul_precision() == "highest"
+    is_full = multiplies_in_float32(model.device)
     return model.dtype == torch.float32 and is_full and not is_autocast
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trimtab_common.accelerators import multiplies_in_float32
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.compat.attention import attention_of
 from trimtab_lm.interface import Batch, Forward, Model, base_of, decoder_config, learns_prompt, trunk_of
@@ -182,7 +183,7 @@ def _agrees(model: PreTrainedModel, layout: Layout) -> bool:
             hidden = _hidden(model, lay_out(groups, layout, pad_token_id=0, width=12)).view(4, 3, -1)[1::2]
         except (NotImplementedError, RuntimeError, TypeError, ValueError):
             return False  # the model's attention does not take this mask
-    is_exact = expected.dtype in EXACT and torch.get_float32_matmul_precision() == "highest"
+    is_exact = expected.dtype in EXACT and multiplies_in_float32(expected.device)
     return bool((hidden - expected).norm() <= (5e-4 if is_exact else 0.05) * (leaked - expected).norm())
 
 

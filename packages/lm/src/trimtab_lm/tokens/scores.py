@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab_common.accelerators import memory_of
+from trimtab_lm.compat.compiling import compiled_for_any_length
 
 CHUNK_ELEMENTS = 2**24
 """Logits of one chunk on a CPU: 64 MiB in float32. Two such buffers exist at a time.
@@ -265,7 +266,7 @@ def fused_score(device: torch.device) -> Callable[..., tuple[Tensor, Tensor, Any
     except RuntimeError as error:
         getLogger(__name__).warning(f"The LM head is slower on {device}, uncompiled: {str(error).splitlines()[0]}")
         return None
-    return torch.compile(_score_and_gradient)
+    return compiled_for_any_length(_score_and_gradient)
 
 
 def _score_and_gradient(
