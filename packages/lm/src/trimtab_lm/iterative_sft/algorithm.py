@@ -22,7 +22,7 @@ class Optimizer(Protocol):
         """Adds the gradient of a batch's loss, which is divided by `count`."""
 
     def step(self) -> dict[str, Any]:
-        """Changes the weights; returns `grad_norm` and `learning_rate`."""
+        """Changes the weights; returns `grad_norm`, a tensor, and `learning_rate`."""
 
 
 def batches_of_updates(
@@ -55,7 +55,7 @@ def update(batches: Sequence[Batch], optimizer: Optimizer, *, count: Tensor) -> 
     """
     for batch in optimizer.parts(batches):
         optimizer.backward(batch, count)
-    return optimizer.step() | {"num_tokens": int(count)}
+    return optimizer.step() | {"num_tokens": count}
 
 
 def loss(model: nn.Module, batch: Batch, *, policy: Model, count: Tensor) -> tuple[Tensor, TokenScores]:

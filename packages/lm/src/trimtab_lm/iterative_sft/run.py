@@ -21,7 +21,8 @@ from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 
 from trimtab_common.seeding import sampling_seed
-from trimtab_common.stats import gather_over_ranks
+from trimtab_common.sharding import whole_tensor
+from trimtab_common.stats import Mean, gather_over_ranks
 from trimtab_lm.hf.checkpoints import STATE
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.hf.labels import LabelTrainer
@@ -131,7 +132,10 @@ class StepRun:
         model.zero_grad()
         trainer.state.global_step += 1
         self.notify("on_step_end")
-        return {"grad_norm": None if norm is None else float(norm), "learning_rate": learning_rate}
+        return {
+            "grad_norm": None if norm is None else whole_tensor(torch.as_tensor(norm)),
+            "learning_rate": learning_rate,
+        }
 
     def after_update(self, update: dict[str, Any], updates_of_call: int) -> None:
         """Count an update; log, evaluate and save where the callbacks ask for it; end the process at a signal."""
@@ -144,7 +148,7 @@ class StepRun:
             updates, self._last_log = trainer.state.global_step - self._last_log, trainer.state.global_step
             loss = trainer.accelerator.reduce(self.unlogged_loss, reduction="mean").item() / updates
             self.unlogged_loss.zero_()
-            norm = {} if update["grad_norm"] is None else {"grad_norm": update["grad_norm"]}
+            norm = {} if update["grad_norm"] is None else {"grad_norm": float(update["grad_norm"])}
             trainer.store_flos()
             trainer.log({"loss": loss, **norm, "learning_rate": update["learning_rate"]})
         if trainer.control.should_evaluate:
@@ -156,11 +160,14 @@ class StepRun:
         if trainer.ending.stops and progress.updates:
             trainer.ending.interruption.end()
 
-    def end_call(self) -> dict[str, Any]:
+    def end_call(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Stop handling signals after the last call; free unused memory if the config asks for it. Collective.
 
+        Args:
+            summary: of the call's updates; tensors in it are equal on all processes.
+
         Returns:
-            The call's statistics, `epoch` (calls so far) and `global_step`.
+            The summary and the call's statistics as numbers, `epoch` (calls so far) and `global_step`.
         """
         trainer = self.trainer
         if trainer.ending.stops or self._is_finished:
@@ -168,7 +175,9 @@ class StepRun:
         if trainer.config.optimize_device_cache:
             clear_device_cache(garbage_collection=True)
         where = {"epoch": self.progress.calls, "global_step": trainer.state.global_step}
-        return self.stats.flush(training=True) | where
+        unread = {name: Mean(value, 1) for name, value in summary.items() if isinstance(value, Tensor)}
+        self.stats.add(unread, training=True)  # the host waits for all of them at once
+        return summary | self.stats.flush(training=True) | where
 
     @property
     def _is_finished(self) -> bool:

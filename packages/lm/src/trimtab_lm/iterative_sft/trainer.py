@@ -110,7 +110,8 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             summary = update(window, self.run, count=self.items_of(window))
             num_tokens += summary["num_tokens"]
             self.run.after_update(summary, len(windows))
-        return {**summary, **self.run.end_call(), "num_tokens": num_tokens}
+        stats = self.run.end_call(summary | {"num_tokens": num_tokens})
+        return stats | {"num_tokens": int(stats["num_tokens"])}
 
     def tokenize_dataset(self, dataset: Any, use: Use) -> Any:
         """The dataset as `input_ids` and `labels`."""
