@@ -127,7 +127,7 @@ def test_ddpo_trains_a_pipeline_on_the_prompts_of_a_file(reward, place, capsys):
     sizes = ("--sample_num_steps=2", "--sample_batch_size=2", "--train_batch_size=2", "--sample_guidance_scale=1")
     words = ("--dataset=drawings.jsonl", f"--reward=rewards.py:{reward}", "--num_epochs=1", "--mixed_precision=no")
     first, last = run("ddpo", *words, *sizes, capsys=capsys, model="pipeline")
-    assert first.startswith("after 0 updates: mean reward ")
+    assert first.startswith("epoch 1 of 1 | reward_mean ")
     assert last == 'The model is in runs/ddpo. Load it: pipeline.load_lora_weights("runs/ddpo")'
     assert Path("runs/ddpo/pytorch_lora_weights.safetensors").exists()
 
@@ -152,7 +152,7 @@ def test_nft_trains_a_pipeline_on_the_prompts_of_a_file(place, capsys):
     words = ("--dataset=drawings.txt", "--reward=rewards.py:warmth", "--num_epochs=1", "--mixed_precision=no")
     updates = ("--train_gradient_accumulation_steps=1", "--lora_rank=0")
     first, last = run("nft", *words, *sizes, *updates, capsys=capsys, model="pipeline")
-    assert first.startswith("after 0 updates: mean reward ")
+    assert first.startswith("epoch 1 of 1 | reward_mean ")
     assert last == 'The model is in runs/nft. Load it: DiffusionPipeline.from_pretrained("runs/nft")'
     assert Path("runs/nft/unet/diffusion_pytorch_model.safetensors").exists()
 
@@ -163,7 +163,7 @@ def test_align_prop_follows_the_gradient_of_a_reward(place, capsys):
     sizes = ("--sample_num_steps=2", "--train_batch_size=2", "--sample_guidance_scale=1")
     words = ("--dataset=drawings.txt", "--reward=rewards.py:warmth", "--num_epochs=1", "--mixed_precision=no")
     first, last = run("align-prop", *words, *sizes, capsys=capsys, model="pipeline")
-    assert first.startswith("after 1 updates: mean reward ")
+    assert first.startswith("epoch 1 of 1 | reward_mean ")
     assert last == 'The model is in runs/align-prop. Load it: pipeline.load_lora_weights("runs/align-prop")'
     assert Path("runs/align-prop/pytorch_lora_weights.safetensors").exists()
 

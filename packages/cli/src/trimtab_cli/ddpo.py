@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from diffusers.utils.logging import disable_progress_bar
 
@@ -97,7 +96,7 @@ class RewardArguments(PipelineArguments):
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the trainer takes after its config, by position and by name."""
-        return (self.function(), prompts_of(self.dataset, self.split), self.pipeline(), report), {}
+        return (self.function(), prompts_of(self.dataset, self.split), self.pipeline()), {}
 
     def function(self) -> RewardFunction:
         """The reward function; a class is called without arguments to make one.
@@ -209,11 +208,3 @@ def _train(name: str, argv: Sequence[str], arguments: Any, config_kind: Any, kin
         how = "pipeline.load_lora_weights" if run.lora_rank else "DiffusionPipeline.from_pretrained"
         print(f'The model is in {run.output_dir}. Load it: {how}("{run.output_dir}")')
     return 0
-
-
-def report(images: Any, updates: int, tracker: object) -> None:
-    """Print the mean reward of images on the main process; the `image_samples_hook` of the trainers."""
-    if PartialState().is_main_process:
-        parts = [images["rewards"]] if isinstance(images, dict) else [rewards for _, _, _, rewards, _ in images]
-        rewards = torch.cat([torch.as_tensor(part) for part in parts])
-        print(f"after {updates} updates: mean reward {float(rewards.mean()):.4g}", flush=True)

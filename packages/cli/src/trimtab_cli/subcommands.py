@@ -58,8 +58,7 @@ EVERYDAY = """
 --num_train_epochs, --max_steps, --per_device_train_batch_size, --gradient_accumulation_steps, --bf16, --seed,
 --gradient_checkpointing, --eval_strategy, --save_strategy, --save_steps, --lr_scheduler_type, --warmup_steps.
 
-Other defaults: on a terminal disable_tqdm is False; without an accelerator dataloader_pin_memory is False; in a sweep
-report_to is wandb."""
+Other defaults: without an accelerator dataloader_pin_memory is False; in a sweep report_to is wandb."""
 """The end of what --help says of a trainer on transformers.Trainer."""
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 DURING_TRAINING = (CheckpointError, RewardError)
@@ -233,7 +232,7 @@ def tracker() -> str:
 
 def defaults(name: str) -> dict[str, object]:
     """The settings of a trainer on transformers.Trainer that a subcommand changes."""
-    shown = {"logging_steps": 10, "disable_tqdm": not sys.stderr.isatty()}
+    shown = {"logging_steps": 10, "logging_first_step": True}
     pinned = {"dataloader_pin_memory": torch.accelerator.is_available()}
     return {"output_dir": f"runs/{name}", "report_to": tracker(), **shown, **pinned}
 

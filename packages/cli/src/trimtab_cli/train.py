@@ -1,6 +1,6 @@
 """`trimtab sft`, `reward`, `dpo`, `grpo` and `ppo`: a trainer on a dataset, by flags and a file."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimtab_common.seeding import set_seed
@@ -139,17 +139,10 @@ def ppo(argv: Sequence[str]) -> int:
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         trainer = PPOTrainer(config, model, tokenizer=tokenizer, dataset=run.rows())
         trainer.run.about = run.about()
-    is_main = trainer.accelerator.is_main_process
-
-    def report(step: int, stats: Mapping[str, float], batch: object) -> None:
-        if is_main:
-            score, kl = stats["env/reward_mean"], stats["objective/kl"]
-            print(f"step {step} of {config.steps}: reward {score:.4g}, KL {kl:.3g} nats", flush=True)
-
     sampling = {"max_new_tokens": completions.max_new_tokens}
     with errors_in_one_line("ppo", DURING_TRAINING):
-        trainer.train(scorers, generation_kwargs=sampling, resume_from=run.resume_from, on_step=report)
+        trainer.train(scorers, generation_kwargs=sampling, resume_from=run.resume_from)
     trainer.save_pretrained(config.output_dir)
-    if is_main:
+    if trainer.accelerator.is_main_process:
         print(f"The model is in {config.output_dir}. {chat_with(config.output_dir, run)}")
     return 0

@@ -48,6 +48,7 @@ class AlignPropTrainer(PipelineTrainer):
     """
 
     method, paper = "AlignProp", "Prabhudesai et al. 2023, arXiv:2310.03739"
+    watched = ("reward_mean", "reward_std", "loss", "grad_norm", "learning_rate")
     config: AlignPropConfig
 
     def __init__(

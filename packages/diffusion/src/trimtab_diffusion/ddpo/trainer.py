@@ -57,6 +57,7 @@ class DDPOTrainer(PipelineTrainer):
     """
 
     method, paper = "DDPO", "Black et al. 2023, arXiv:2305.13301"
+    watched = ("reward_mean", "reward_std", "clipfrac", "policy/nats", "grad_norm")
     config: DDPOConfig
 
     def __init__(

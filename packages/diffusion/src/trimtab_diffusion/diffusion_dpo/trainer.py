@@ -39,6 +39,7 @@ class DiffusionDPOTrainer(PipelineTrainer):
     """
 
     method, paper = "Diffusion-DPO", "Wallace et al. 2023, arXiv:2311.12908"
+    watched = ("loss", "rewards/margins", "rewards/accuracies", "errors/chosen", "grad_norm")
     config: DiffusionDPOConfig
 
     def __init__(

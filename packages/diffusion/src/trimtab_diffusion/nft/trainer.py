@@ -74,6 +74,7 @@ class DiffusionNFTTrainer(PipelineTrainer):
     """
 
     method, paper = "DiffusionNFT", "Zheng et al. 2025, arXiv:2509.16117"
+    watched = ("reward_mean", "reward_std", "loss", "policy/moved", "grad_norm")
     config: DiffusionNFTConfig
 
     def __init__(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trimtab_common.cards import facts_of, write_model_card
 from trimtab_common.conditions import Vitals
 from trimtab_common.config import to_flat_dict
+from trimtab_common.lines import Lines
 from trimtab_common.run import Stateful
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.seeding import sampling_seed
@@ -53,12 +54,14 @@ class PipelineTrainer:
 
     Attributes:
         method, paper: the algorithm and its paper, for the model card.
+        watched: names of the statistics that the line of an epoch shows.
         facts: what the pipeline is trained on, for the model card.
         last_stats: the numbers that the last epoch logged.
     """
 
     method: str
     paper: str
+    watched: tuple[str, ...]
     config: PipelineConfig
 
     def __init__(
@@ -132,10 +135,13 @@ class PipelineTrainer:
         history = []
         total = self.config.num_epochs if epochs is None else epochs
         setup.check_saves(self.config, self.accelerator, total)
+        lines = Lines("epoch", self.watched, total=total, done=self.first_epoch)
         with self.run.training(self.checkpoint_folder):
             for epoch in progress(range(self.first_epoch, total), "epochs"):
                 self.step(epoch, self.global_step)
                 history.append(self.last_stats)
+                if self.accelerator.is_main_process:
+                    lines.show(epoch + 1, self.last_stats)
                 if (epoch + 1) % self.config.save_freq == 0:
                     save_or_warn(self.save_checkpoint, self.config.on_save_error)
                 self.run.interruption.end_if_asked(self.save_checkpoint)

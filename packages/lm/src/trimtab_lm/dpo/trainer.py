@@ -73,6 +73,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
     """
 
     method, paper = "DPO", "Rafailov et al. 2023, arXiv:2305.18290"
+    watched = ("loss", "rewards/margins", "rewards/accuracies", "logps/chosen", "grad_norm")
     reference: Reference | None = None
 
     beta, label_smoothing, loss_type, reference_free = Setting(), Setting(), Setting(), Setting()

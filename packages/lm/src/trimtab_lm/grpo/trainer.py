@@ -71,6 +71,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
     """
 
     method, paper = "GRPO", "Shao et al. 2024, arXiv:2402.03300"
+    watched = ("reward", "reward_std", "entropy", "completions/mean_length", "clip_ratio/region_mean")
     search_objective = "eval_reward"
 
     @takes_constructor_of_2024(GRPOConfig)

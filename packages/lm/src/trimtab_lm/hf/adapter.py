@@ -27,6 +27,7 @@ from .cards import write_card
 from .checkpoints import Checkpoints, make_output_dir
 from .config import Config, for_own_collators
 from .hooks import HooksOf2024, predictions_of
+from .lines import show_lines
 from .models import load_processing_class, prepare_sharding
 from .streams import NO_BATCH, Passes, check_evaluated
 from .tracking import Recorder, Tables, prepare_trackers
@@ -56,6 +57,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     loss_is_scaled_for_ga = True  # batch_loss divides by the items of the whole optimizer step
     search_objective = "eval_loss"  # the metric of a hyperparameter search, unless the caller names another
     trains_without_dropout = False  # True: dropout is off until the end of backward
+    watched: tuple[str, ...] = ("loss", "grad_norm", "learning_rate")  # the statistics that a printed line shows
     method: str  # the algorithm and its paper, for the model card
     paper: str
     about: Mapping[str, object] = MappingProxyType({})  # settings of the program: dataset, split, reward
@@ -89,6 +91,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         check_generation_config(model, self.tokenizer)
         make_output_dir(config)
         super().__init__(model=model, args=self.config, processing_class=processing_class, **data, **options)
+        show_lines(self, self.watched)
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
         self.checkpoints, self.passes = Checkpoints(self), Passes(self)

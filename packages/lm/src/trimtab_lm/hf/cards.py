@@ -26,7 +26,10 @@ EVERYDAY = {
     *("lr_scheduler_type", "optim", "seed"),
 }
 """Settings of transformers that a card shows at their defaults, too."""
-OF_THE_MACHINE = ("output_dir", "logging", "report_to", "run_name", "disable_tqdm", "hub_", "push_to_hub", "dataloader")
+OF_THE_MACHINE = (
+    *("output_dir", "logging", "report_to", "run_name", "disable_tqdm", "hub_", "push_to_hub", "dataloader", "save_"),
+    *("accelerator_config", "remove_unused_columns", "resume_", "on_save_error", "overwrite_output_dir"),
+)
 """How settings begin that say where files go and how a run is shown, which a card leaves out."""
 
 
@@ -72,8 +75,10 @@ def settings_of(args: TrainingArguments) -> dict[str, object]:
     """The settings of trimtab, those of transformers that differ from their defaults, and the everyday ones."""
     inherited = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     values = {name: value for name, value in to_flat_dict(args).items() if not name.startswith(OF_THE_MACHINE)}
-    return {
-        name: value
-        for name, value in values.items()
-        if name in EVERYDAY or name.partition(".")[0] not in inherited or value != inherited[name.partition(".")[0]]
-    }
+
+    def is_shown(name: str, value: object) -> bool:
+        field = name.partition(".")[0]
+        is_changed = field in inherited and value != inherited[field] and bool(value or inherited[field])
+        return name in EVERYDAY or field not in inherited or is_changed
+
+    return {name: value for name, value in values.items() if is_shown(name, value)}

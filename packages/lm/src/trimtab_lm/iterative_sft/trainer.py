@@ -40,6 +40,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
     """
 
     method, paper = "fine-tuning on samples that a reward chooses (RAFT)", "Dong et al. 2023, arXiv:2304.06767"
+    watched = ("reward", "reward_of_best", "loss", "entropy", "grad_norm")
 
     @takes_constructor_of_2024(IterativeSFTConfig, ITERATIVE_SFT)
     def __init__(

@@ -18,6 +18,7 @@ from trimtab_common.formulas.kl import SAMPLED_KL, full
 from trimtab_common.formulas.masking import masked_mean, rescale, whiten
 from trimtab_common.formulas.surrogate import clipped_surrogate, surrogate_stats
 from trimtab_common.health import rounding_of, warn_at_start
+from trimtab_common.lines import Lines
 from trimtab_common.overrides import replaced
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.stats import Mean, Stats, gather_stats
@@ -65,6 +66,8 @@ class PPOTrainer(NamesOf2024):
         value_model: a model for the values in place of the value head, such as a reward model; see `Critic`.
         rollout: what samples, such as a VLLMRollout; None: transformers' generate, in `train` the config's backend.
     """
+
+    watched = ("env/reward_mean", "objective/kl", "objective/kl_coef", "ppo/val/var_explained", "ppo/policy/clipfrac")
 
     @refuses_arguments_of_2024(training_data_collator="leave it out; a step packs its tokens without padding")
     def __init__(
@@ -134,9 +137,12 @@ class PPOTrainer(NamesOf2024):
         files.resume(self.run, self.config, resume_from)
         config, sampler, total = self.config, self.sampler, steps or self.config.steps
         options, history, batches = sampler.options(generation_kwargs or {}), list[Stats](), endless(loader)
+        lines = Lines("step", self.watched, total=total, done=self.steps_done)
 
         def note(logs: Stats, batch: Stats) -> None:
             history.append({name: value for name, value in logs.items() if isinstance(value, float)})
+            if self.accelerator.is_main_process:
+                lines.show(self.steps_done, logs)
             if on_step is not None:
                 on_step(self.steps_done, logs, batch)
 

@@ -73,6 +73,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
     """
 
     method, paper = "the Bradley-Terry loss of a reward model", "Ouyang et al. 2022, arXiv:2203.02155"
+    watched = ("loss", "accuracy", "scores/margin", "calibration_error", "grad_norm")
 
     @takes_constructor_of_2024(RewardConfig, REWARD)
     def __init__(

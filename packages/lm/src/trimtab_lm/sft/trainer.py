@@ -43,6 +43,7 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
     """
 
     method, paper = "supervised fine-tuning", "Ouyang et al. 2022, arXiv:2203.02155"
+    watched = ("loss", "entropy", "grad_norm", "learning_rate", "epoch")
 
     @takes_constructor_of_2024(SFTConfig, SFT)
     def __init__(
