@@ -143,12 +143,7 @@ class Memory(NamedTuple):
 
 
 def size_of(model: PreTrainedConfig, config: MemoryConfig) -> ModelSize:
-    """The size of a model with this configuration, which is built on torch's meta device.
-
-    Args:
-        model: the config of a causal or encoder-decoder language model.
-        config: how the model is trained.
-    """
+    """The size of a model with this configuration, which is built on torch's meta device."""
     base = build(model, config, torch.float32)
     tokens = laid_out(base, config)
     blocks = set(undivided(base) or ())  # which transformers does not split, and engines gather one by one
@@ -216,13 +211,7 @@ def backward(base: PreTrainedModel, config: MemoryConfig, tokens: dict[str, Tens
 
 
 def memory(size: ModelSize, engine: Engine, config: MemoryConfig) -> Memory:
-    """Bytes on each GPU for training with AdamW.
-
-    Args:
-        size: the model's size.
-        engine: one of `engines`.
-        config: how the model is trained.
-    """
+    """Bytes on each GPU for training with AdamW."""
     share = {name: config.gpus if name in engine.divided else 1 for name in ("weights", "gradients", "optimizer")}
     frozen = size.parameters - size.trainable
     weights = (engine.frozen * frozen + engine.weights * size.trainable) / share["weights"]

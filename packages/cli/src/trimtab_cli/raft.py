@@ -90,14 +90,6 @@ def one_round(
 ) -> tuple[float, float]:
     """Sample completions of each prompt, and learn the one with the highest reward. Collective.
 
-    Args:
-        trainer: trains the model.
-        rewards: scores completions.
-        backend: samples completions.
-        rows: this process's rows of the dataset, with the token ids of their prompts.
-        samples: completions of a prompt.
-        number: the round's number, from 0.
-
     Returns:
         The mean reward of all completions, and of those that were learnt, over all processes.
     """
@@ -123,13 +115,7 @@ def one_round(
 def learnable(
     prompts: Sequence[Tensor], completions: Sequence[Tensor], *, is_encoder_decoder: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The `input_ids` and `labels` of `IterativeSFTTrainer.step`, in which the tokens of the completions count.
-
-    Args:
-        prompts: B rows of token ids, [Q].
-        completions: B rows of token ids, [R].
-        is_encoder_decoder: whether an encoder reads the prompts.
-    """
+    """The `input_ids` and `labels` of `IterativeSFTTrainer.step`, in which the tokens of the completions count."""
     if is_encoder_decoder:
         return list(prompts), list(completions)
     pairs = list(zip(prompts, completions, strict=True))

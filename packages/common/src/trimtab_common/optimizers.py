@@ -10,9 +10,6 @@ def fused_if_possible(parameters: Iterable[nn.Parameter]) -> bool | None:
 
     On a CPU it takes a seventh of the time of the other implementations.
 
-    Args:
-        parameters: those that the optimizer will have.
-
     Returns:
         True, or None, which lets torch choose.
     """

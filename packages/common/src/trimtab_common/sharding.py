@@ -126,12 +126,7 @@ def tell_deepspeed_of_batches(accelerator: Accelerator, *, size: int, max_grad_n
 
 
 def prepared_for_inference(model: Module, accelerator: Accelerator) -> Module:
-    """Places a model that is not trained: on the accelerator's device, or sharded over the processes.
-
-    Args:
-        model: a reference or reward model.
-        accelerator: that prepares the policy.
-    """
+    """Places a model that is not trained: on the accelerator's device, or sharded over the processes."""
     if accelerator.is_fsdp2:
         sharded = fsdp2_prepare_model(accelerator, model)
         sharded.set_reshard_after_forward(True, recurse=False)  # else the outermost part stays whole after a call
@@ -151,12 +146,7 @@ def on_one_device(model: Module, device: torch.device | str) -> Module:
 
 
 def _prepared_by_deepspeed(model: Module, training: Mapping[str, Any]) -> Module:
-    """Returns the model in the training precision; divided under ZeRO-3, whole on each process under other stages.
-
-    Args:
-        model: a model that is not trained.
-        training: DeepSpeed's configuration of the policy's training.
-    """
+    """Returns the model in the training precision; divided under ZeRO-3, whole on each process under other stages."""
     import deepspeed
 
     zero = {name: value for name, value in training["zero_optimization"].items() if value != "auto"}

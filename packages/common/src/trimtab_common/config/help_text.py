@@ -39,13 +39,6 @@ class Flag(NamedTuple):
 
         --help shows what the program sets, and trimtab's fields unless deprecated. transformers.TrainingArguments has
         more fields than all algorithms together.
-
-        Args:
-            kind: the dataclass.
-            field: the field.
-            hint: the type of the field.
-            default: the value without the flag, in words.
-            is_set: whether the program sets a value in place of the class's default.
         """
         text = " ".join(str(field.metadata.get("help", "")).split())
         declares = next(one for one in kind.__mro__ if field.name in inspect.get_annotations(one))

@@ -117,9 +117,6 @@ def collate_columns(rows: Sequence[Any]) -> Any:
 def upcoming_queries(dataloader: DataLoader[Any]) -> list[Tensor]:
     """The queries of the batch after the last one, rows of token ids.
 
-    Args:
-        dataloader: over `ShuffledBatches`.
-
     Raises:
         ValueError: it is not.
     """

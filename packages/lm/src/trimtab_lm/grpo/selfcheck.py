@@ -35,10 +35,6 @@ def check_completions(trainer: Any, groups: Sequence[TokenGroup]) -> None:
 
     Each completion is scored alone, because one that is not finite may spoil those that it is laid out with.
 
-    Args:
-        trainer: a GRPOTrainer.
-        groups: the groups of the micro-batch.
-
     Raises:
         TrainingDivergedError: a completion gives none.
     """

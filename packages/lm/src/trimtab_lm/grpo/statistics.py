@@ -56,11 +56,6 @@ def rollout_stats(sampled: ScoredRollout, *, names: Sequence[str], bos: int | No
 
     `completions/clipped_ratio` is the share that was cut at the length limit. Lengths count what the policy wrote.
     `completions/length_reward_correlation` correlates lengths and rewards within groups, if both vary.
-
-    Args:
-        sampled: the rollout.
-        names: the names of the reward functions.
-        bos: the token that begins a text, if there is one.
     """
     lengths, ended, scored, episodes = sampled.written, sampled.ended, sampled.scored, sampled.sampled.episodes
     if not len(lengths):
@@ -140,13 +135,7 @@ def numbers_of(stats: Mapping[str, Any]) -> dict[str, float]:
 
 
 def vitals(numbers: Mapping[str, float], config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Vitals:
-    """The quantities for the health checks of the steps since the last log.
-
-    Args:
-        numbers: what `numbers_of` returned.
-        config: the trainer's config.
-        tokenizer: the policy's tokenizer.
-    """
+    """The quantities for the health checks of the steps since the last log."""
     is_scaled = config.scale_rewards in ("group", "batch")
     ended = 1 - numbers.get("completions/clipped_ratio", 0.0)
     return Vitals(

@@ -164,7 +164,7 @@ class StepRun:
         """Stop handling signals after the last call; free unused memory if the config asks for it. Collective.
 
         Args:
-            summary: of the call's updates; tensors in it are equal on all processes.
+            summary: the call's results so far; its tensors are equal on all processes.
 
         Returns:
             The summary and the call's statistics as numbers, `epoch` (calls so far) and `global_step`.

@@ -15,10 +15,6 @@ def adapter_on(model: PeftModel, name: str) -> Iterator[None]:
 
     Afterwards the adapters that were active before are active again. Each parameter requires gradients as before,
     inside the block too.
-
-    Args:
-        model: a model with this adapter.
-        name: the adapter to activate.
     """
     before, restore_flags = model.active_adapter, requires_grad_keeper(model)
     try:

@@ -114,13 +114,7 @@ class Sampler:
     def sample(
         self, batch: dict[str, Any], options: Mapping[str, Any], generate: Callable[..., list[Tensor]]
     ) -> Sampled:
-        """Responses to a batch, with the backend's records; environments get the columns of the batch.
-
-        Args:
-            batch: columns, `input_ids` among them.
-            options: arguments of `generate`.
-            generate: the trainer's method.
-        """
+        """Responses to a batch, with the backend's records; environments get the columns of the batch."""
         queries = batch["input_ids"]
         if self.trainer.rollout is None:
             responses = generate(queries, return_prompt=False, **options)
@@ -190,11 +184,7 @@ class Sampler:
 
 
 def rows_of(batch: Mapping[str, Sequence[object]]) -> list[Row]:
-    """The rows of a batch for an environment: without `input_ids`, and with the `query` as `prompt`.
-
-    Args:
-        batch: columns, `input_ids` among them.
-    """
+    """The rows of a batch for an environment: without `input_ids`, and with the `query` as `prompt`."""
     columns = {"prompt" if name == "query" else name: batch[name] for name in batch if name != "input_ids"}
     return [{name: column[i] for name, column in columns.items()} for i in range(len(batch["input_ids"]))]
 
@@ -205,12 +195,6 @@ def completions_of(
     """Prompts, completions, their ids and the batch's other columns, as a `RewardSet` takes them.
 
     The batch gets the texts too, as `query` and `response`.
-
-    Args:
-        batch: columns, `input_ids` among them.
-        sampled: a response to each query.
-        tokenizer: the policy's tokenizer.
-        is_encoder_decoder: whether the policy is one.
     """
     queries, responses = batch["input_ids"], sampled.completions
     texts = response_texts(tokenizer, queries, responses, is_encoder_decoder=is_encoder_decoder)

@@ -226,11 +226,6 @@ def padded_inputs(queries: Sequence[Tensor], responses: Sequence[Tensor], paddin
 
     The last token of each response is read too: callers that shift the columns themselves find it as a label.
 
-    Args:
-        queries: B rows of token ids.
-        responses: B rows of token ids.
-        padding: with a decoder start for an encoder-decoder model.
-
     Returns:
         `input_ids` and `attention_mask` [B, T]; for an encoder-decoder model the query's, and
         `decoder_input_ids` and `decoder_attention_mask` [B, 1 + R] of the decoder start and the response.

@@ -215,13 +215,7 @@ def optimizers_of(
 def open_data(
     trainer: Trainer, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
 ) -> tuple[Any, DataLoader[Any] | None, ShuffledBatches | None]:
-    """The prompts, their batches, and the position in them, which checkpoints hold.
-
-    Args:
-        trainer: its parts so far.
-        dataset: the caller's; None: `config.query_dataset`.
-        data_collator: the caller's.
-    """
+    """The prompts, their batches, and the position in them, which checkpoints hold."""
     rows = open_prompts(
         *(dataset, trainer.config.query_dataset, trainer.tokenizer),
         is_encoder_decoder=trainer.is_encoder_decoder,
@@ -250,12 +244,7 @@ def dataloader_of(trainer: Trainer, rows: Any, data_collator: Callable[[Sequence
 
 
 def run_of(trainer: Trainer, pending: Stateful | None) -> Run:
-    """The run that the config asks for, with what checkpoints hold, under a new id. Collective.
-
-    Args:
-        trainer: its parts so far.
-        pending: what is sampled ahead; None: nothing ever is.
-    """
+    """The run that the config asks for, with what checkpoints hold, under a new id. Collective."""
     config, accelerator = trainer.config, trainer.accelerator
     data = rows_fingerprint(trainer.dataset) if isinstance(trainer.dataset, Dataset) else None
     run = Run(

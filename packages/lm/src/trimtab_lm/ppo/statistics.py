@@ -42,11 +42,6 @@ def training_stats(
 
     Each is a tensor whose mean over its first axis is the statistic. Means and variances cover the tokens of all
     processes; `policy/advantages` [1, N] are those of this process.
-
-    Args:
-        rollout: evaluated.
-        recorded: what its updates recorded.
-        mismatch: how far the sampler differs from the policy; see `mismatch_stats`.
     """
     mask = rollout.masks
     local = {
@@ -191,14 +186,7 @@ def ended(responses: Sequence[Tensor], ends: Sequence[int]) -> Tensor:
 
 
 def sampling_stats(sampled: Sampled, names: Sequence[str], scored: Scored, *, step: int) -> dict[str, Summary]:
-    """Statistics of responses that a step of `train` logs, for `gather_stats`; empty in most runs.
-
-    Args:
-        sampled: the responses.
-        names: the names of the reward functions; with several, each has its mean and deviation.
-        scored: the scores of the responses.
-        step: PPO steps of the policy before this one.
-    """
+    """Statistics of responses that a step of `train` logs, for `gather_stats`; empty in most runs."""
     stats: dict[str, Summary] = {} if sampled.episodes is None else {**sampled.episodes.stats()}
     if sampled.policy_step is not None:
         stats["ppo/sampling/steps_behind"] = Mean(float(step - sampled.policy_step), 1.0)

@@ -337,10 +337,6 @@ def as_completions(prompts: Sequence[Text], texts: Sequence[str]) -> list[Text]:
 def function_stats(names: Sequence[str], scored: Scored) -> dict[str, Summary]:
     """Mean and deviation of the scores of each function, over the completions that it applies to.
 
-    Args:
-        names: the names of the F functions.
-        scored: B completions.
-
     Returns:
         `rewards/{name}/mean` and `rewards/{name}/std` (of the population) of each function.
     """

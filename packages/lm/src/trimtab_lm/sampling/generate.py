@@ -244,10 +244,6 @@ class Completer:
         the mask. A completion ends with its end token, where it has one; an end token inside a prompt is harmless. The
         decoder start token of an encoder-decoder model is not part of a completion.
 
-        Args:
-            prompts: rows of token ids, [T] each.
-            num_generations: completions of each prompt.
-
         Raises:
             ValueError: the longest prompt and its completion have no room in the model's positions.
         """

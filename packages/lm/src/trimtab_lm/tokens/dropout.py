@@ -14,9 +14,6 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
     transformers runs gradient checkpointing only in training mode, so `model.eval()` alone would switch it off. Where
     gradients are enabled, the modules that checkpoint therefore stay in training mode, with their dropout rates at 0.
-
-    Args:
-        model: any module; its parameters are not touched.
     """
     modes = [(module, module.training) for module in model.modules()]
     checkpointing = []

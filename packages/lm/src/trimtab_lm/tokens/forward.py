@@ -60,9 +60,6 @@ def score_sequences_in_forward(model: Model) -> bool:
     The classifier's own forward takes the last token whose id is not the padding id. Where padding is the end token it
     would read before the end of a text.
 
-    Args:
-        model: a sequence classifier.
-
     Returns:
         Whether the model takes `tokens` afterwards. Encoders and encoder-decoders (BERT, T5) do not: their heads read
         more than one position of a decoder. They are left unchanged and must be called on padded rows.

@@ -85,11 +85,6 @@ def classifier_router_loss(
 def check_reaches(loss: Tensor, states: Tensor, model: Model) -> None:
     """Checks that a router's loss has a gradient, which reentrant checkpointing of layers removes.
 
-    Args:
-        loss: the router's loss.
-        states: that the same forward pass gave to the head.
-        model: that gave them.
-
     Raises:
         ValueError: it has none, although the states do.
     """
