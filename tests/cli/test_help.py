@@ -13,12 +13,12 @@ import pytest
 import torch
 from tests.processes import environment
 
-from trimtab_cli.main import COMMANDS, PAGES
+from trimtab_cli.main import COMMANDS, PAGES, page_of
 
 HEAVY = {"torch", "transformers", "datasets", "peft", "accelerate", "diffusers", "numpy", "pydantic", "wandb"}
 
 
-def page_of(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def written(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Returns the subcommand's own help, on a machine with an accelerator, without a terminal, outside a sweep."""
     command = COMMANDS[name]
     module = import_module(command.module)
@@ -32,17 +32,18 @@ def page_of(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_page_is_what_the_configurations_say(name: str, monkeypatch: pytest.MonkeyPatch):
-    page = (PAGES / f"{name}.txt").read_text(encoding="utf-8")
-    assert page == page_of(name, monkeypatch), "python -m tests.cli.test_help writes it again"
+    page = page_of(name).read_text(encoding="utf-8")
+    assert page == written(name, monkeypatch), "python -m tests.cli.test_help writes it again"
 
 
 def test_every_page_belongs_to_a_subcommand():
-    assert {path.stem for path in PAGES.iterdir()} == set(COMMANDS)
+    assert set(PAGES.iterdir()) == set(map(page_of, COMMANDS))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_imports_no_library(name: str):
-    code = f"import sys; from trimtab_cli.main import main\ntry: main(['{name}', '--help'])\nexcept SystemExit: pass\n"
+    words = [*name.split(), "--help"]
+    code = f"import sys; from trimtab_cli.main import main\ntry: main({words})\nexcept SystemExit: pass\n"
     code += "print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     modules = done.stdout.splitlines()[-1].split()
@@ -53,4 +54,4 @@ def test_help_imports_no_library(name: str):
 if __name__ == "__main__":
     for each in COMMANDS:
         with pytest.MonkeyPatch.context() as patch:
-            PAGES.joinpath(f"{each}.txt").write_text(page_of(each, patch), encoding="utf-8")
+            page_of(each).write_text(written(each, patch), encoding="utf-8")

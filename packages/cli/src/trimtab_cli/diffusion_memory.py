@@ -164,7 +164,8 @@ def memory(pipeline: DiffusionPipeline, config: DDPOConfig, *, lora_rank: int) -
 def main(argv: Sequence[str]) -> int:
     """Print the table of the pipeline that the words of the command line name; the exit status."""
     kinds = TrainedPipeline, DDPOConfig
-    run, config = parse_config(*kinds, argv=argv, description=__doc__, program="trimtab memory ddpo")
+    recipe = {"exp_name": "ddpo"}  # by default the program's file, which --help would show
+    run, config = parse_config(*kinds, argv=argv, description=__doc__, recipe=recipe, program="trimtab memory ddpo")
     warnings.simplefilter("ignore")
     diffusers.utils.logging.set_verbosity_error()
     with errors_in_one_line("memory ddpo"):

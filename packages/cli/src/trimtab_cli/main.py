@@ -86,10 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trimtab: error: {name} needs a package that is missing: {remedy}", file=sys.stderr)
         return 2
     if not {"-h", "--help"}.isdisjoint(words) and "--help-all" not in words:
-        print((PAGES / f"{name}.txt").read_text(encoding="utf-8"), end="")
+        print(page_of(name).read_text(encoding="utf-8"), end="")
         return 0
     run = cast(Callable[[Sequence[str]], int], getattr(import_module(command.module), command.function))
     return run(words[len(name.split()) :])
+
+
+def page_of(name: str) -> Path:
+    """The file with a subcommand's help."""
+    return PAGES / f"{name.replace(' ', '-')}.txt"
 
 
 def help_text() -> str:
