@@ -91,7 +91,6 @@ def rollout_stats(
     kls: Tensor,
     non_score_reward: Tensor,
     values: Tensor,
-    advantages: Tensor,
     returns: Tensor,
     entropy: Tensor | None,
     train_stats: Mapping[str, Tensor],
