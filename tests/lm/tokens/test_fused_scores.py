@@ -1,12 +1,15 @@
 """What an accelerator computes between the head's matrix products equals what a CPU computes, compiled or not."""
 
+import operator
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch._inductor.ir
-from tests.lm.tokens.test_scores import CONSTANT, VARIED, VOCABULARY, gradients, linear_head
+from tests.lm.tokens.test_scores import CONSTANT, VARIED, VOCABULARY, WIDTH, gradients, linear_head
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -96,6 +99,24 @@ def test_scores_are_compiled_once_for_chunks_of_any_length_with_the_same_gradien
                 ours = gradients(*parts, weights)
             for a, b in zip(ours, expected, strict=True):
                 torch.testing.assert_close(a, b, **CLOSE[torch.float32])
+
+
+def test_a_program_that_is_compiled_calls_the_head_and_does_not_trace_it():
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def loss(hidden: Tensor) -> Tensor:
+        of_head = scores.score_linear(2 * hidden, head, targets).logprobs
+        return of_head + scores.score_logits(2 * hidden, targets % WIDTH).logprobs
+
+    torch.compiler.reset()
+    hidden, head, targets = linear_head()
+    torch.testing.assert_close(torch.compile(loss, backend=backend)(hidden), loss(hidden))
+    called = {node.target for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")}
+    assert called == {operator.mul, operator.mod, operator.add}
 
 
 ROWS, COLUMNS = 24, 3072

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -126,8 +127,12 @@ def facts_of(about: Mapping[str, object], **known: object) -> dict[str, object]:
 
 def versions() -> dict[str, str]:
     """Python's version, and those of the libraries that this process has imported."""
-    found = {name: metadata.version(name) for name in LIBRARIES if name in sys.modules}
-    return {"python": sys.version.split()[0], **found}
+    found = {"python": sys.version.split()[0]}
+    for name in LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):  # a folder on Python's path has no version
+            if name in sys.modules:
+                found[name] = metadata.version(name)
+    return found
 
 
 @cache

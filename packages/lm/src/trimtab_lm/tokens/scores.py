@@ -39,6 +39,7 @@ class TokenScores(NamedTuple):
     state: Tensor | None = None
 
 
+@torch.compiler.disable  # the head has a compiled function of its own, which finds out what the device can do
 def score_logits(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> TokenScores:
     """Scores targets under softmax(logits / temperature), in float32 or, for float64 logits, in float64.
 
@@ -75,6 +76,7 @@ def score_chunks(
     return TokenScores(*map(torch.cat, zip(*parts, strict=True)))
 
 
+@torch.compiler.disable
 def score_linear(
     hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperature: float = 1.0, is_summed: bool = False
 ) -> TokenScores:
