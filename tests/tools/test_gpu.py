@@ -48,8 +48,17 @@ def test_a_second_run_at_the_same_commit_starts_only_what_the_record_lacks(monke
 def test_the_page_has_a_row_for_each_part(monkeypatch, attempts, tmp_path):
     run(monkeypatch, "--record", str(tmp_path / "record.json"), "--parts", "sft", "vllm")
     rows = [line for line in (tmp_path / "record.md").read_text().splitlines() if line.startswith("| `")]
-    assert [row.split("|")[1].strip() for row in rows] == ["`sft`", "`vllm`"]
-    assert "| passed | 3 | 1.5 | last loss 0.25 |" in rows[0]
+    cells = {row.split("|")[1].strip(" `"): row.split("|")[3].strip() for row in rows}
+    assert cells == dict.fromkeys(PARTS, "not run") | {"sft": "passed", "vllm": "passed"}
+    assert "| passed | 3 | 1.5 | last loss 0.25 |" in "".join(rows)
+
+
+def test_what_is_written_above_the_table_stays(monkeypatch, attempts, tmp_path):
+    (tmp_path / "record.md").write_text(f"# Ours\n\nA story.\n\n{gpu.BEGIN}\n\nan older table\n")
+    run(monkeypatch, "--record", str(tmp_path / "record.json"), "--parts", "sft")
+    page = (tmp_path / "record.md").read_text()
+    assert page.startswith(f"# Ours\n\nA story.\n\n{gpu.BEGIN}\n")
+    assert "an older table" not in page
 
 
 def test_a_part_that_fails_is_recorded_with_its_last_line_and_fails_the_run(monkeypatch, tmp_path):

@@ -73,6 +73,7 @@ def row(work: Work, result: Result) -> list[str]:
         return " / ".join(format(median, ".0f" if median >= 100 else form) for median in medians)
 
     def ratio(figure: Figure, target: float | None) -> str:
+        target = target if result["device"] == "cpu" else None  # they were set for a CPU
         ratios = sorted(figure(pair["other"]) / figure(pair["ours"]) for pair in pairs)
         spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if len(ratios) > 1 else "one pair"
         shown = f"**{statistics.median(ratios):.2f}** ({spread})"
@@ -108,9 +109,13 @@ def table(works: list[Work], results: Results) -> str:
 
 
 def headline(results: Results) -> list[str]:
-    """Returns a sentence with the ratios of seconds in the rows of `FAIR` that have been measured, if there are any."""
+    """Returns a sentence with the ratios of seconds in the rows of `FAIR` that have been measured, if there are any.
+
+    On a GPU the peer chooses positions as on a GPU without being told.
+    """
     by_name, parts = {result["work"]: result for result in results}, []
-    for title, names in FAIR.items():
+    for title, rows in FAIR.items():
+        names = rows if results[0]["device"] == "cpu" else [name.removesuffix("-positions") for name in rows]
         ratios = sorted(median_ratio(by_name[name]) for name in names if name in by_name)
         if ratios:
             shown = f"{ratios[0]:.1f}" if len(ratios) == 1 else f"{ratios[0]:.1f} to {ratios[-1]:.1f}"

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,8 +27,10 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 480  # seconds that a part may take
 VERSIONS = ("torch", "transformers", "accelerate", "peft", "diffusers", "vllm", "deepspeed", "bitsandbytes")
 
+BEGIN = "<!-- what follows is written by make gpu -->"
+
 Record = dict[str, dict[str, Any]]
-"""Result, seconds, peak memory, figures, commit and day of each part, by its name."""
+"""Result, seconds, peak memory, figures, commit, day and machine of each part, by its name."""
 
 
 def main() -> int:
@@ -50,12 +51,14 @@ def main() -> int:
         record[name] = {
             "commit": commit,
             "day": str(date.today()),
+            "machine": machine(options.device),
             **attempt(name, Size(options.device, options.small)),
         }
         print(f"{name}: {record[name]['result']} ({record[name].get('seconds', 0):.0f} s)", flush=True)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(record, indent=1) + "\n")
-        file.with_suffix(".md").write_text(page(record, machine(options.device)))
+        written = file.with_suffix(".md")
+        written.write_text(page(written.read_text() if written.exists() else "", record))
     return int(any(entry["result"].startswith("failed") for entry in record.values()))
 
 
@@ -118,22 +121,24 @@ def output_of(*command: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def page(record: Mapping[str, Mapping[str, Any]], where: str) -> str:
-    """Returns the record as a Markdown page."""
+def page(text: str, record: Record) -> str:
+    """Returns a page's text with a newly written table of all parts."""
+    nothing = {"result": "not run", "commit": "", "day": "", "machine": ""}
     rows = [
         f"| `{name}` | {PARTS[name].what} | {entry['result']} | {entry.get('seconds', 0):.0f} "
         f"| {entry.get('peak_gib', 0):.1f} | {', '.join(f'{k} {v:.4g}' for k, v in entry.get('figures', {}).items())} "
-        f"| {entry['commit']}, {entry['day']} |"
+        f"| {entry['commit']} {entry['day']} |"
         for name in PARTS
-        for entry in [record.get(name, {"result": "not run", "commit": "-", "day": "-"})]
+        for entry in [record.get(name, nothing)]
     ]
+    machines = sorted({entry["machine"] for entry in record.values()})
     lines = [
-        "# What ran on a GPU",
+        text.partition(BEGIN)[0] + BEGIN,
         "",
-        "`make gpu` writes this page. Each part runs in its own process: `python -m tools.gpu --run PART`. Models have",
-        "random weights and the sizes of Llama 3.2 1B and Stable Diffusion 1.5, unless a part says otherwise.",
+        "Each part runs in its own process: `python -m tools.gpu --run PART`. Models have random weights and the sizes of",
+        "Llama 3.2 1B and Stable Diffusion 1.5, unless a part says otherwise.",
         "",
-        f"Machine: {where}.",
+        f"Machine: {'; '.join(machines)}.",
         "",
         "| part | work | result | seconds | peak GiB | figures | commit |",
         "| --- | --- | --- | --- | --- | --- | --- |",
