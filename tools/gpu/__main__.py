@@ -135,8 +135,8 @@ def page(text: str, record: Record) -> str:
     lines = [
         text.partition(BEGIN)[0] + BEGIN,
         "",
-        "Each part runs in its own process: `python -m tools.gpu --run PART`. Models have random weights and the sizes of",
-        "Llama 3.2 1B and Stable Diffusion 1.5, unless a part says otherwise.",
+        "Each part runs in its own process: `python -m tools.gpu --run PART`. Models have random weights and the sizes",
+        "of Llama 3.2 1B and Stable Diffusion 1.5, unless a part says otherwise.",
         "",
         f"Machine: {'; '.join(machines)}.",
         "",
