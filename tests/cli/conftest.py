@@ -49,6 +49,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Makes the folder the working directory, and removes W&B's settings; turns progress bars on again afterwards."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
+    for name in ("WANDB_RUN_GROUP", "WANDB_JOB_TYPE"):  # which the command sets: they are gone after the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     tiny.gpt2().save_pretrained("model")

@@ -25,6 +25,7 @@ def written(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "argv", ["trimtab"])  # the default name of a run is the program's
     with redirect_stdout(io.StringIO()) as text, pytest.raises(SystemExit):
         getattr(module, command.function)(["--help"])
     return text.getvalue()

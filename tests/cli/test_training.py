@@ -1,5 +1,6 @@
 """Each subcommand trains a tiny model on files, saves it, and prints where it is."""
 
+import os
 import time
 from pathlib import Path
 
@@ -86,13 +87,15 @@ def test_ppo_saves_its_value_head(place, capsys):
 
 
 @pytest.mark.slow
-def test_a_reward_model_scores_for_grpo_beside_a_function(place, capsys):
+def test_a_reward_model_scores_for_grpo_beside_a_function(place, monkeypatch):
+    monkeypatch.setenv("TRIMTAB_METRICS", "metrics.jsonl")
     run("reward", "--dataset=pairs", *BATCH)
     words = ("--reward", "rewards.py:length", "runs/reward", "--reward_weights", "1", "0.5", "--logging_steps=1")
-    lines = run("grpo", "--dataset=prompts.jsonl", *words, *GRPO[2:], *BATCH, capsys=capsys)
-    logged = [line for line in lines if "rewards/length/mean" in line]
+    run("grpo", "--dataset=prompts.jsonl", *words, *GRPO[2:], *BATCH)
+    logged = [line for line in Path("metrics.jsonl").read_text().splitlines() if "rewards/length/mean" in line]
     assert logged
     assert all("rewards/reward/mean" in line for line in logged)
+    assert "| reward | length, reward |" in Path("runs/grpo/README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "ppo"])
@@ -113,6 +116,25 @@ def test_adapters_train_over_weights_in_4_bits(name, place, capsys, monkeypatch)
     learnt = {key: float(weight.abs().max()) for key, weight in weights.items() if "lora_B" in key}
     assert len(learnt) == 8
     assert min(learnt.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "named"),
+    [
+        (SFTConfig, [], "seed=42"),
+        (SFTConfig, ["--learning-rate=1e-3", "--seed", "3", "--report_to", "none"], "learning_rate=1e-3 seed=3"),
+        (SFTConfig, ["--run_name=mine", "--seed=3"], "mine"),
+        (PPOConfig, ["--target", "3"], "target=3 seed=0"),
+    ],
+)
+def test_a_run_is_named_by_its_flags_and_its_seed(config, words, named, place, monkeypatch):
+    monkeypatch.setenv("WANDB_JOB_TYPE", "evaluation")
+    argv = ["--model=model", "--dataset=texts", *words]
+    name, recipe = ("ppo", {"exp_name": "ppo"}) if config is PPOConfig else ("sft", {})
+    _, args = settings(name, argv, subcommands.RunConfig, config, about="", recipe={"output_dir": "out", **recipe})
+    assert (args.exp_name if config is PPOConfig else args.run_name) == named
+    assert os.environ["WANDB_RUN_GROUP"] == f"{name} model texts"
+    assert os.environ["WANDB_JOB_TYPE"] == "evaluation"
 
 
 def test_an_evaluation_comes_after_the_training(place, capsys):
@@ -245,9 +267,9 @@ def test_a_run_of_a_sweep_has_a_folder_of_its_own(place, capsys, monkeypatch):
 def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
     words = ("--dataset=texts", *BATCH[:2], *BATCH[3:], "--save_strategy=steps", "--save_steps=1", "--logging_steps=1")
     straight = run("sft", *words, "--resume_from=latest", "--output_dir=one", capsys=capsys)
-    assert [line for line in straight if "'loss'" in line][1:]
+    assert [line for line in straight if "| loss " in line][1:]
     again = run("sft", *words, "--resume_from=latest", "--output_dir=one", capsys=capsys)
-    assert [line for line in again if "'loss'" in line] == []
+    assert [line for line in again if "| loss " in line] == []
     assert "of another run" in error_of(["sft", "--model=model", *words, "--output_dir=one"], capsys)
 
 
@@ -324,7 +346,9 @@ def test_a_hub_that_does_not_answer_ends_the_command_at_once(words, need, place,
 @pytest.mark.parametrize("name", TUNED)
 def test_a_training_prints_the_defaults_that_it_chose(name, place, capsys):
     kinds = {"sft": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "ppo": PPOConfig}
-    *_, config = settings(name, ["--learning_rate=3e-4"], kinds[name], about="", recipe={"output_dir": "out"})
+    argv = ["--model=model", "--dataset=texts", "--learning_rate=3e-4"]
+    recipe = {"output_dir": "out"}
+    *_, config = settings(name, argv, subcommands.RunConfig, kinds[name], about="", recipe=recipe)
     changed = TUNED[name] | {"learning_rate": 3e-4}
     assert {each: getattr(config, each) for each in changed} == changed
     (line,) = capsys.readouterr().out.splitlines()

@@ -264,8 +264,11 @@ def test_wandb_without_a_key_runs_offline(tmp_path, monkeypatch, capsys):
     sft = trainer(tmp_path, report_to="wandb", run_name="first")
     try:
         assert os.environ["WANDB_MODE"] == "offline"
-        assert "wandb sync" in capsys.readouterr().err
+        sft.about = {"dataset": "texts"}
         sft.train()
+        assert "wandb sync" in capsys.readouterr().err
+        assert (wandb.run.id, wandb.run.project) == (sft.checkpoints.run.id, "huggingface")
+        assert wandb.run.config["dataset"] == "texts"
         assert (wandb.run.settings._offline, wandb.run.name) == (True, "first")
         assert wandb.run.config["packing"] is False  # includes our settings, not only transformers'
         assert {"train/loss", "train/entropy"} <= set(wandb.run.summary.keys())

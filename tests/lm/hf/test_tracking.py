@@ -9,8 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import wandb
+from datasets import Dataset
+from tests.lm import tiny
 
 from trimtab_lm.hf.tracking import Tables
+from trimtab_lm.sft import SFTConfig, SFTTrainer
 
 PROGRAM = """
 import sys
@@ -60,3 +63,29 @@ def test_a_table_of_an_evaluation_before_training_waits_for_the_run(tmp_path):
         last["later"] = run.summary["samples"]["path"]
         kept = {name: json.loads((folder / path).read_text())["data"] for name, path in last.items()}
     assert kept == {"eval_samples": [[0, "early"]], "samples": [[0, "late"]], "later": [[0, "later"]]}
+
+
+@pytest.mark.usefixtures("offline_wandb")
+def test_a_resumed_run_keeps_its_wandb_id_and_a_new_one_does_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+
+    def id_of_run(folder: str, *, steps: int, resume: bool = False) -> str:
+        sizes = {"max_steps": steps, "save_steps": 1, "disable_tqdm": True, "lr_scheduler_type": "constant"}
+        args = SFTConfig(str(tmp_path / folder), use_cpu=True, report_to="wandb", project="ours", **sizes)
+        rows = Dataset.from_dict({"text": ["ab", "cd"]})
+        SFTTrainer(tiny.gpt2(), args, train_dataset=rows, processing_class=tiny.tokenizer()).train(resume or None)
+        run = wandb.run
+        assert run is not None
+        assert run.project == "ours"
+        run.finish()
+        return str(run.id)
+
+    first = id_of_run("one", steps=1)
+    assert id_of_run("one", steps=2, resume=True) == first
+    assert id_of_run("two", steps=1) != first
+
+
+def test_a_run_without_a_tracker_imports_no_wandb(tmp_path):
+    program = PROGRAM.replace('report_to="wandb"', 'report_to="none"') + "assert 'wandb' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +24,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedTokenizerBase
 from transformers.utils import is_bitsandbytes_available
 
 from trimtab_common.config import Count, CountFromZero, Positive, parse_config, setting
+from trimtab_common.config.values import read_flags
 from trimtab_common.reward_checks import RewardError
 from trimtab_common.run_record import folder_of_trial
 from trimtab_common.sealing import CheckpointError, latest_checkpoint
@@ -60,6 +61,8 @@ EVERYDAY = """
 
 Other defaults: without an accelerator dataloader_pin_memory is False; in a sweep report_to is wandb."""
 """The end of what --help says of a trainer on transformers.Trainer."""
+UNNAMED = ("config", "model", "dataset", "split", "output_dir", "resume_from", "report_to", "log_with", "seed")
+"""Flags that a run's name in a tracker leaves out."""
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 DURING_TRAINING = (CheckpointError, RewardError)
 """Errors of a training that the user can correct."""
@@ -219,10 +222,28 @@ def settings(
             raise ValueError("output_dir=None: name the folder that the run writes into.")
         if isinstance(run := configs[0], RunConfig):
             require_hub(run.model, uploads=bool(getattr(config, "push_to_hub", False)))
+    name_run(name, argv, configs)
     config.output_dir = str(folder_of_trial(config.output_dir))
     if tuned and os.environ.get("RANK", "0") == "0":
         print("Settings:", ", ".join(f"{each} {getattr(configs[-1], each)}" for each in tuned), flush=True)
     return configs
+
+
+def name_run(name: str, argv: Sequence[str], configs: Sequence[Any]) -> None:
+    """Names the run in trackers by the flags that the user gives and the seed, unless the user names it.
+
+    W&B's group is the subcommand with model and dataset. WANDB_RUN_GROUP and WANDB_JOB_TYPE take precedence.
+    """
+    run, config = configs[0], configs[-1]
+    said = {flag.replace("-", "_"): " ".join(map(str, words)) for flag, words in read_flags(argv)}
+    settings = [f"{flag}={value}" for flag, value in said.items() if flag.split(".")[-1] not in UNNAMED]
+    title = " ".join([*settings, f"seed={config.seed}"])[:128]
+    field = "run_name" if "run_name" in {one.name for one in fields(config)} else "exp_name"
+    if "run_name" not in said and "exp_name" not in said and getattr(config, field) in (None, "", name):
+        setattr(config, field, title)
+    group = " ".join([name, *(Path(part).stem for part in (run.model, run.dataset))])
+    os.environ.setdefault("WANDB_RUN_GROUP", group)
+    os.environ.setdefault("WANDB_JOB_TYPE", "train")
 
 
 def tracker() -> str:
@@ -234,7 +255,7 @@ def defaults(name: str) -> dict[str, object]:
     """The settings of a trainer on transformers.Trainer that a subcommand changes."""
     shown = {"logging_steps": 10, "logging_first_step": True}
     pinned = {"dataloader_pin_memory": torch.accelerator.is_available()}
-    return {"output_dir": f"runs/{name}", "report_to": tracker(), **shown, **pinned}
+    return {"output_dir": f"runs/{name}", "report_to": tracker(), "project": "trimtab", **shown, **pinned}
 
 
 def checkpoint_of(run: RunConfig, args: TrainingArguments) -> str | bool | None:

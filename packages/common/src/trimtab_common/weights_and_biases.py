@@ -33,7 +33,7 @@ class WandbWriter(Writer, WandBTracker):
         self._latest = self._shift = 0  # a step, and from a step to its row
         if wandb.run is None:
             folder.mkdir(parents=True, exist_ok=True)  # wandb would quietly use a temporary folder instead
-            self.run: Run = _init_wandb(kwargs, config, folder)
+            self.run: Run = init_wandb(kwargs, config, folder)
             exit_at_sigterm(exits=True)
         else:
             self.run = wandb.run
@@ -96,7 +96,17 @@ def import_wandb() -> ModuleType:
     return wandb
 
 
-def _init_wandb(kwargs: dict[str, Any], config: Mapping[str, object], folder: Path) -> Run:
+def init_wandb(kwargs: dict[str, Any], config: Mapping[str, object], folder: Path) -> Run:
+    """Opens a run, offline without an API key, and says how to upload it; nothing is asked at the terminal.
+
+    Args:
+        kwargs: arguments of `wandb.init`; `id` None: WANDB_RUN_ID, or a new one.
+        config: the run's settings.
+        folder: W&B writes to folder/wandb.
+
+    Raises:
+        RuntimeError: the mode is online, and there is no key.
+    """
     wandb = import_wandb()
     mode = kwargs.get("mode") or os.environ.get("WANDB_MODE")
     reason = f"mode {mode}"

@@ -98,7 +98,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         saves = config.save_strategy != "no" or config.enable_jit_checkpoint
         self.ending = AdapterCallback(self, self.checkpoints, self.passes, saves=saves)
         self.add_callback(self.ending)
-        prepare_trackers(self.config)
+        prepare_trackers(self)
 
     # What a trainer supplies ------------------------------------------------------------------------------------------
 

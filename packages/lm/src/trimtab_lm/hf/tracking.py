@@ -2,17 +2,17 @@
 
 import os
 import signal
-import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainingArguments
-from transformers.integrations import TensorBoardCallback
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from trimtab_common.interruption import status_of
 from trimtab_common.stats import gather_stats, merge_stats
 from trimtab_common.tracking import MAX_TABLE_ROWS, cell, cell_type
-from trimtab_common.weights_and_biases import STEP_AXIS, finish_wandb, import_wandb
+from trimtab_common.weights_and_biases import STEP_AXIS, finish_wandb, import_wandb, init_wandb
 from trimtab_common.writers import markdown_table
 
 
@@ -74,15 +74,41 @@ class Tables:
         self._waiting.clear()
 
 
-def prepare_trackers(args: TrainingArguments) -> None:
-    """Let W&B run offline if `report_to` names it and there is no key, instead of asking at the terminal."""
-    if "wandb" not in (args.report_to or []) or os.environ.get("WANDB_MODE") or args.process_index != 0:
+class WandbRun(WandbCallback):
+    """transformers' W&B callback, in a run that bears the id of this run, so that a resumed one goes on in it.
+
+    Args:
+        trainer: a TrainerAdapter. Its `about` joins the settings that transformers logs.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__()
+        self.trainer = trainer
+
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
+        wandb = import_wandb()
+        if state.is_world_process_zero and state.trial_name is None and wandb.run is None:
+            record, environment = self.trainer.checkpoints.run, os.environ
+            run_id = None if record is None or "WANDB_RUN_ID" in environment else record.id or None
+            name = environment.get("WANDB_NAME", args.run_name)
+            place = {"project": environment.get("WANDB_PROJECT", args.project), "name": name, "id": run_id}
+            init_wandb(place, self.trainer.about, Path(environment.get("WANDB_DIR", ".")))
+        elif state.is_world_process_zero and wandb.run is not None:
+            wandb.config.update(dict(self.trainer.about), allow_val_change=True)
+        super().setup(args, state, model, **kwargs)
+
+
+def prepare_trackers(trainer: Trainer) -> None:
+    """Takes the place of transformers' W&B callback; a trial of a search without a key is offline, and asks nothing."""
+    if trainer.pop_callback(WandbCallback) is None:
+        return
+    trainer.add_callback(WandbRun(trainer))
+    if os.environ.get("WANDB_MODE") or trainer.args.process_index != 0:
         return
     wandb = import_wandb()
     if wandb.run is None and not wandb.login(prompt=False, verify=False):
         os.environ["WANDB_MODE"] = "offline"
         wandb.teardown()  # the login has read the environment, once and for all
-        print("W&B has no API key: the run is offline in ./wandb; upload it later with: wandb sync", file=sys.stderr)
 
 
 def close_trackers(trainer: Trainer, status: int) -> None:
