@@ -1,21 +1,26 @@
-"""Judges what DDPO's estimators gain over no reward: `python -m experiments.black_2023_ddpo.report FOLDER ...`."""
+"""Judges what DDPO's estimators gain over no reward, and at what quality.
+
+python -m experiments.black_2023_ddpo.report FOLDER ...
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import mean
 
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from PIL import Image
 from torch import Tensor
 
-from experiments.black_2023_ddpo.shapes import CAPTIONS, TRAINED
+from experiments.black_2023_ddpo.bases import BASES
 from experiments.claims import Claim, Numbers
 from experiments.figures import Curve, curves, tiled
 from experiments.margins import margin_fields
 from experiments.reports import Report, main, medians_in_words
 from experiments.run_folders import Run, by, of_seeds
 
-BEFORE, DURING, AFTER = "before.png", "during.png", "after.png"
+SHEETS = BEFORE, DURING, AFTER = "before.png", "during.png", "after.png"
 PAPER = "black_2023_ddpo"
 TITLE = "Rewards for what a diffusion model draws, by DDPO"
 CLAIM = (
@@ -24,16 +29,29 @@ CLAIM = (
     "on too."
 )
 NAMES = {"is": "IS", "sf": "SF", "rwr": "RWR", "rwr_sparse": "RWR-sparse"}
+WITH_KL = ", KL"  # after the name of an estimator with a KL penalty to the base model
 CONTROL = "random"  # the reward of runs whose reward says nothing about the image
-REACHABLE = {"rgb_alignment": 0.602, "jpeg_incompressibility": 0.297, "jpeg_compressibility": 0.297}
-"""What a reward can change by: from a grey image to the prompted colour; from a file of grey to one of noise, in kB."""
-SCALE = "pictures of 16 by 16 pixels"
+QUALITY = "recognised"  # 1 where the classifier finds the caption's name and colour in the picture, else 0
+REACHABLE = {"agreement": 0.709, "jpeg_compressibility": 0.0431, "jpeg_incompressibility": 0.0391, "warmth": 0.0954}
+"""The best of 64 samples of the base model minus their mean, averaged over captions: reachable.py measures it."""
+LABELS = {
+    "warmth": "warm colours",
+    "jpeg_incompressibility": "large files",
+    "jpeg_compressibility": "small files",
+    "agreement": "classifier",
+}
+"""What the rewards are called beside the pictures, in the order of their rows."""
+SHARE, KEPT = 100 / 3, 90.0  # per cent of the reachable range, and of the base model's quality
+SCALE = "pictures of 24 by 24 pixels"
 HELD_OUT = "_held_out"  # in per_prompt.json, after the measure's name: the captions that were not trained on
-HALVES = {"": TRAINED, HELD_OUT: tuple(caption for caption in CAPTIONS if caption not in TRAINED)}
-POINT = 256  # least number of training samples per point of a curve
-SHOWN = 16  # pictures of a sheet
+BASE = BASES["emoji"]
+HALVES = {
+    "": tuple(caption for caption in BASE.captions if caption in BASE.trained),
+    HELD_OUT: tuple(caption for caption in BASE.captions if caption not in BASE.trained),
+}
+SHOWN, COLUMNS = 16, 7  # pictures of a sheet, and those of them in the figure
 
-Estimators = Mapping[str, Sequence[Run]]
+Methods = Mapping[str, Sequence[Run]]
 
 
 def at(sheet: str, measure: str) -> str:
@@ -49,10 +67,10 @@ def contact_sheet(images: Tensor) -> Image.Image:
 def read(runs: Sequence[Run]) -> Report:
     """Reads, for each reward, its mean over images of each caption after training, with the reward and without it.
 
-    The gain of an estimator is the difference from its control, for the same seed and caption.
+    The gain of a method is the difference from its control, for the same seed and caption.
     """
     check_equal(runs)
-    rewards = {reward: estimators(group) for reward, group in by(runs, "reward").items()}
+    rewards = {reward: methods(group) for reward, group in by(runs, "reward").items()}
     controls = rewards.pop(CONTROL, {})
     measured: dict[str, Numbers] = {}
     for reward, groups in rewards.items():
@@ -62,55 +80,80 @@ def read(runs: Sequence[Run]) -> Report:
                 nothing = in_percent(controls.get(name, []), reward, end)
                 gains = differences(numbers, nothing)
                 rows = {named(reward, name, end): numbers, named(reward, control(name), end): nothing}
-                measured |= {key: row for key, row in (rows | {gain(reward, name, end): gains}).items() if row}
+                rows |= {gain(reward, name, end): gains, quality(reward, name, end): qualities(group, runs, end)}
+                measured |= {key: row for key, row in rows.items() if row}
+    for name, group in controls.items():
+        measured |= {quality(CONTROL, name): row for row in [qualities(group, runs)] if row}
     panels = {
         reward: {**groups, **{control(name): controls[name] for name in groups if name in controls}}
         for reward, groups in rewards.items()
     }
-    claims = [claim for reward in rewards for claim in claims_about(reward, colours=has_colours(runs))]
+    claims = [claim for reward in rewards if reward in REACHABLE for claim in claims_about(reward)]
     if not panels:
         return Report(measured, claims, {}, {})
     count = len(by(runs, "seed"))
     captions = {
-        "figure": f"The mean reward of samples over the number of scored samples, before, during and after training: "
-        f"{medians_in_words(count)}. Without a reward, the same "
-        "estimator learns random numbers.",
-        "pictures": "Samples from the same noise before and after training, of the first seed; one caption for each, "
-        "none chosen by hand.",
+        "pictures": "The same captions from the same noise: before training, after a training on random numbers, and "
+        "halfway and after the training on each reward; the first seed, the first captions.",
+        "figure": "Above: the mean reward of all captions over the number of scored samples: "
+        f"{medians_in_words(count)}. The dashed line is the best of 64 samples of the base model. Below: the same "
+        "trainings as paths from the base model, mean of the seeds; quality is the share of pictures in which the "
+        f"classifier finds name and colour of the caption. Dashed: {KEPT:.0f}% of the base model's quality, and a "
+        "third of the reachable range.",
     }
-    return Report(measured, claims, {"figure": figure(panels), "pictures": pictures(panels)}, captions)
+    return Report(measured, claims, {"pictures": pictures(panels), "figure": figure(panels)}, captions)
 
 
-def estimators(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Groups the runs on one reward by estimator, in the paper's order."""
-    groups = by(runs, "estimator")
-    return {NAMES[name]: groups[name] for name in NAMES if name in groups}
+def methods(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Groups the runs on one reward by estimator, in the paper's order, without and with a KL penalty."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        kind = WITH_KL if run.config.get("init_kl_coef") else ""
+        groups.setdefault(NAMES[run.config["estimator"]] + kind, []).append(run)
+    return {name: groups[name] for known in NAMES.values() for name in (known, known + WITH_KL) if name in groups}
 
 
 def control(name: str) -> str:
-    """What the runs of an estimator without a reward are called."""
+    """What the runs of a method without a reward are called."""
     return f"{name}, no reward"
 
 
 def check_equal(runs: Sequence[Run]) -> None:
-    """Raises an error if the runs scored unequal numbers of samples, or made unequal numbers of updates."""
-    for name, what in (("queries", "scored samples"), ("step", "updates")):
-        counts = {f"{int(run.history[-1][name])} by {NAMES[run.config['estimator']]}" for run in runs}
-        if len({run.history[-1][name] for run in runs}) > 1:
-            raise ValueError(
-                f"the runs have unequal numbers of {what}: {', '.join(sorted(counts))}; equal numbers are needed. "
-                "Give the folders of one sweep, or of one training."
-            )
+    """Raises an error if the runs scored unequal numbers of samples."""
+    counts = {f"{int(run.history[-1]['queries'])} by {NAMES[run.config['estimator']]}" for run in runs}
+    if len({run.history[-1]["queries"] for run in runs}) > 1:
+        raise ValueError(
+            f"the runs have unequal numbers of scored samples: {', '.join(sorted(counts))}; equal numbers are needed. "
+            "Give the folders of one sweep, or of one training."
+        )
 
 
 # Numbers and claims ----------------------------------------------------------------------------------------------
 
 
 def in_percent(runs: Sequence[Run], reward: str, end: str) -> dict[int, list[float]]:
-    """A reward after training by seed: for each caption, in per cent of what the reward can change by."""
+    """A reward after training by seed: for each caption, in per cent of the reachable range."""
     known = [run for run in runs if reward + end in run.per_prompt]
     scale = 100 / REACHABLE.get(reward, 1.0)
     return of_seeds(known, lambda run: [scale * value for value in run.per_prompt[reward + end]])
+
+
+def qualities(runs: Sequence[Run], all_runs: Sequence[Run], end: str = "") -> dict[int, list[float]]:
+    """The quality after training by seed: for each caption, in per cent of the base model's mean.
+
+    The change of a picture is added to the mean of all runs before training: pictures from the same noise are compared.
+    """
+    name = QUALITY + end
+    known = [run for run in all_runs if at(BEFORE, name) in run.per_prompt]
+    if not known:
+        return {}
+    whole = mean(mean(run.per_prompt[at(BEFORE, name)]) for run in known)
+
+    def of_captions(run: Run) -> list[float]:
+        pairs = zip(run.per_prompt[name], run.per_prompt[at(BEFORE, name)], strict=True)
+        return [100 * (1 + (now - then) / whole) for now, then in pairs]
+
+    return of_seeds([run for run in runs if at(BEFORE, name) in run.per_prompt], of_captions)
 
 
 def differences(numbers: Mapping[int, list[float]], others: Mapping[int, list[float]]) -> dict[int, list[float]]:
@@ -127,88 +170,155 @@ def named(reward: str, name: str, end: str = "") -> str:
 
 
 def gain(reward: str, name: str, end: str = "") -> str:
-    """The name of an estimator's gain over its control."""
+    """The name of a method's gain over its control."""
     return f"gain in {named(reward, name, end)}"
 
 
-def has_colours(runs: Sequence[Run]) -> bool:
-    """Whether the runs learn half of the captions of coloured shapes, which come in groups by colour."""
-    return all(run.config["model"] == "shapes" and run.config["hold_out"] for run in runs)
+def quality(reward: str, name: str, end: str = "") -> str:
+    """The name of the quality after a training on a reward."""
+    return f"quality after {named(reward, name, end)}"
 
 
-def claims_about(reward: str, *, colours: bool) -> Iterator[Claim]:
-    """The paper's claims about a reward; `colours` groups the captions of coloured shapes by colour."""
-    groups = {end: tuple(caption.split()[1] for caption in asked) if colours else () for end, asked in HALVES.items()}
-    shared = {"kind": "more", **margin_fields(PAPER, "reward"), "scale": SCALE}
+def claims_about(reward: str) -> Iterator[Claim]:
+    """The paper's claims about a reward, and ours; captions of one colour are a group."""
+    groups = {end: tuple(caption.split()[1] for caption in asked) for end, asked in HALVES.items()}
+    moved = {"kind": "more", **margin_fields(PAPER, "reward"), "scale": SCALE}
+    kept = {"kind": "more", **margin_fields(PAPER, "quality"), "scale": SCALE}
     yield Claim(
         f"{reward}: IS raises it above the control without a reward",
         (gain(reward, "IS"),),
         place="section 6.1, figure 4",
+        trivial="the reward is optimised",
         groups=groups[""],
-        **shared,
+        **moved,
     )
     yield Claim(
         f"{reward}: IS raises it for captions that it was not trained on",
         (gain(reward, "IS", HELD_OUT),),
         place="section 6.3",
         groups=groups[HELD_OUT],
-        **shared,
+        **moved,
+    )
+    yield Claim(
+        f"{reward}: IS gains more than a third of the reachable range",
+        (gain(reward, "IS"),),
+        origin="ours",
+        than=SHARE,
+        groups=groups[""],
+        **moved,
+    )
+    yield Claim(
+        f"{reward}: IS keeps more than {KEPT:.0f}% of the base model's quality",
+        (quality(reward, "IS"),),
+        origin="ours",
+        than=KEPT,
+        groups=groups[""],
+        **kept,
     )
     for first, second in (("IS", "RWR"), ("SF", "RWR"), ("IS", "SF")):
         yield Claim(
-            f"{reward}: {first} gains more than {second} from as many samples and updates",
+            f"{reward}: {first} gains more than {second} from as many samples",
             (gain(reward, first), gain(reward, second)),
             place="section 6.1, figure 4",
             groups=groups[""],
-            **shared,
+            **moved,
         )
+    yield Claim(
+        f"{reward}: IS with a KL penalty keeps more quality than without",
+        (quality(reward, "IS" + WITH_KL), quality(reward, "IS")),
+        origin="ours",
+        groups=groups[""],
+        **kept,
+    )
 
 
 # Figures ---------------------------------------------------------------------------------------------------------
 
 
-def curve(run: Run, reward: str) -> Curve:
-    """Returns a reward over the number of scored samples: before training, means during training, and after it.
-
-    Each mean is over at least POINT samples, and its x is the middle of their range.
-    """
-    key = "reward_mean" if run.config["reward"] == reward else f"other/{reward}"
-    total, seen = run.curve("queries", key)
-    size = -(-POINT * len(total) // int(total[-1]))
-    blocks = [slice(start, start + size) for start in range(0, len(total), size)]
-    xs = [mean([total[block][0] - total[0], total[block][-1]]) for block in blocks]
-    ys = [mean(seen[block]) for block in blocks]
-    return [0, *xs, total[-1]], [run.summary[at(BEFORE, reward)], *ys, run.summary[reward]]
+def curve(run: Run, measure: str) -> Curve:
+    """Returns a measure over the number of scored samples: before, halfway and after training, of the same captions."""
+    total, _ = run.curve("queries", "step")
+    return [0, total[len(total) // 2 - 1], total[-1]], [run.summary[at(sheet, measure)] for sheet in SHEETS]
 
 
-def figure(rewards: Mapping[str, Estimators]) -> plt.Figure:
-    """Plots the paper's figure 4: a panel for each reward, a curve for each estimator and each control."""
-    count = len(rewards)
-    plot, axes = plt.subplots(1, count, figsize=(5.6 * count, 4), layout="constrained", squeeze=False)
-    for axis, (reward, groups) in zip(axes.flat, rewards.items(), strict=True):
-        curves(axis, {name: [curve(run, reward) for run in group] for name, group in groups.items()})
-        axis.set_title(reward, fontsize=10)
-        axis.set_xlabel("scored samples")
-        axis.set_ylabel("mean reward" + (" (kB)" if reward.startswith("jpeg") else ""))
+def figure(rewards: Mapping[str, Methods]) -> plt.Figure:
+    """Plots for each reward the paper's figure 4, and, where the quality is known, the reward against it."""
+    runs = [run for groups in rewards.values() for group in groups.values() for run in group]
+    rows = 2 if all(QUALITY in run.summary for run in runs) else 1
+    shape = (4.2 * len(rewards), 3.6 * rows)
+    plot, axes = plt.subplots(rows, len(rewards), figsize=shape, layout="constrained", squeeze=False)
+    for column, (reward, groups) in zip(axes.T, rewards.items(), strict=True):
+        curves(column[0], {name: [curve(run, reward) for run in group] for name, group in groups.items()})
+        column[0].set_title(reward, fontsize=10)
+        column[0].set_xlabel("scored samples")
+        column[0].set_ylabel("mean reward" + (" (kB)" if reward.startswith("jpeg") else ""))
+        if reward in REACHABLE:
+            start = mean(run.summary[at(BEFORE, reward)] for group in groups.values() for run in group)
+            column[0].axhline(start + REACHABLE[reward], color="grey", linestyle="--", linewidth=1)
+        if rows == 2:
+            against_quality(column[1], reward, groups)
     return plot
 
 
-def pictures(rewards: Mapping[str, Estimators]) -> plt.Figure:
-    """Shows a row for each reward: samples from the same noise before and after, of each estimator's first seed."""
-    columns = 1 + max(len(groups) for groups in rewards.values())
-    shape = (2.6 * columns, 3.1 * len(rewards))
-    plot, axes = plt.subplots(len(rewards), columns, figsize=shape, layout="constrained", squeeze=False)
+def against_quality(axis: Axes, reward: str, groups: Methods) -> None:
+    """Plots a path for each method: from the base model, in per cent of its quality and of the reachable range."""
+    for name, group in groups.items():
+        ends = {measure: np.array([curve(run, measure)[1] for run in group]).mean(0) for measure in (reward, QUALITY)}
+        shares = 100 * ends[QUALITY] / ends[QUALITY][0]
+        gains = 100 * (ends[reward] - ends[reward][0]) / REACHABLE.get(reward, 1.0)
+        (line,) = axis.plot(shares, gains, label=name, marker="o", markersize=3)
+        axis.plot(shares[-1:], gains[-1:], marker="o", markersize=8, color=line.get_color())
+    axis.axvline(KEPT, color="grey", linestyle="--", linewidth=1)
+    axis.axhline(SHARE, color="grey", linestyle="--", linewidth=1)
+    axis.set_xlabel("quality (% of the base model's)")
+    axis.set_ylabel("change (% of the reachable range)")
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def pictures(rewards: Mapping[str, Methods]) -> plt.Figure:
+    """Shows pictures of the same captions in rows: before training, after the control, halfway and after each reward.
+
+    The rows are of the first method of each reward and of its first seed.
+    """
+    known = [reward for reward in LABELS if reward in rewards]
+    rows: list[tuple[str, Path]] = []
+    for reward in [*known, *(reward for reward in rewards if reward not in known)]:
+        name, group = next(iter(rewards[reward].items()))
+        run, nothing = first_seed(group), rewards[reward].get(control(name))
+        if not rows:
+            rows.append(("before training", run.folder / BEFORE))
+            rows += [("after training\nwithout a reward", first_seed(nothing).folder / AFTER)] if nothing else []
+        label = LABELS.get(reward, reward)
+        rows += [(f"{label},\nhalfway", run.folder / DURING), (f"{label},\nafter training", run.folder / AFTER)]
+    width, height = COLUMNS + 1.5, 1.02 * len(rows) + 0.3
+    plot, axes = plt.subplots(len(rows), COLUMNS, figsize=(width, height), squeeze=False)
+    plot.subplots_adjust(left=1.5 / width, right=0.995, bottom=0.02, top=1 - 0.3 / height, wspace=0.04, hspace=0.06)
+    for row, (label, file) in zip(axes, rows, strict=True):
+        row[0].text(-0.06, 0.5, label, transform=row[0].transAxes, ha="right", va="center", fontsize=10)
+        for axis, tile in zip(row, tiles(file), strict=False):
+            axis.imshow(tile, interpolation="nearest")
     for axis in axes.flat:
         axis.axis("off")
-    for row, (reward, groups) in zip(axes, rewards.items(), strict=True):
-        firsts = {name: min(group, key=lambda run: run.config["seed"]) for name, group in groups.items()}
-        sheets = [("before", next(iter(firsts.values())).folder / BEFORE)]
-        sheets += [(name, run.folder / AFTER) for name, run in firsts.items()]
-        for axis, (name, sheet) in zip(row, sheets, strict=False):  # another reward may have more estimators
-            with Image.open(sheet) as picture:
-                axis.imshow(np.asarray(picture), interpolation="nearest")
-            axis.set_title(f"{reward}:\n{name}", fontsize=8)
+    if run.config["model"] == "emoji":
+        for axis, caption in zip(axes[0], BASE.captions, strict=False):
+            axis.set_title(caption.removeprefix("a "), fontsize=9, pad=3)
     return plot
+
+
+def first_seed(runs: Sequence[Run]) -> Run:
+    """The run with the smallest seed."""
+    return min(runs, key=lambda run: run.config["seed"])
+
+
+def tiles(sheet: Path) -> list[np.ndarray]:
+    """Cuts the first pictures out of a contact sheet, which has four in a row, [H, W, 3] each."""
+    with Image.open(sheet) as picture:
+        pixels = np.asarray(picture)
+    side = (pixels.shape[1] + 1) // 4
+    count = min(COLUMNS, 4 * ((pixels.shape[0] + 1) // side))
+    places = [divmod(i, 4) for i in range(count)]
+    return [pixels[y * side : (y + 1) * side - 1, x * side : (x + 1) * side - 1] for y, x in places]
 
 
 if __name__ == "__main__":

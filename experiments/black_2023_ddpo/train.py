@@ -58,7 +58,7 @@ class RunConfig:
     """The rewards and the model."""
 
     reward: list[str] = field(
-        default_factory=lambda: ["rgb_alignment", "jpeg_incompressibility"],
+        default_factory=lambda: ["warmth", "jpeg_incompressibility"],
         metadata={
             "help": "One training for each: warmth, colour_alignment, agreement, match_probability, recognised, "
             "name_match or colour_match (of emoji); rgb_alignment, colour_match or shape_match (of shapes); "
@@ -67,7 +67,7 @@ class RunConfig:
         },
     )
     model: str = field(
-        default="shapes",
+        default="emoji",
         metadata={
             "help": "Hub id or folder of a diffusers pipeline; emoji and shapes are shipped with the experiments."
         },
@@ -92,7 +92,8 @@ class RunConfig:
         metadata={"help": "For aesthetic: file, folder or hub id of LAION's sac+logos+ava1-l14-linearMSE"},
     )
     eval_pictures: int = field(
-        default=512, metadata={"help": "Pictures from the same noise, before and after, of all prompts in turn."}
+        default=144,
+        metadata={"help": "Pictures from the same noise, before, halfway and after, of all prompts in turn."},
     )
 
 

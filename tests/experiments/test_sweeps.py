@@ -212,6 +212,8 @@ PROGRAMS = [
             "num_epochs": 2,
             "sample_num_steps": 2,
             "sample_batch_size": 4,
+            "sample_num_batches_per_epoch": 2,
+            "group_size": 1,
             "train_batch_size": 2,
             "eval_pictures": 4,
             "train_timestep_fraction": 1.0,
