@@ -25,6 +25,8 @@ PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not i
 SOURCES = ("packages", "examples", "experiments", "tools", "configs")
 ENDINGS = {".py", ".toml", ".yaml", ".yml", ".sh"}
 ELSEWHERE = {
+    "CUBLAS_WORKSPACE_CONFIG",
+    "use_deterministic_algorithms",
     "WANDB_MODE",
     "dynamo_backend",
     "num_frames",
