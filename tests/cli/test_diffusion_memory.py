@@ -30,6 +30,7 @@ def counted(folder: Path, lora_rank: int = 0, **settings: Any) -> dict[str, Memo
     return memory(without_weights(str(folder)), replace(CONFIG, **settings), lora_rank=lora_rank)
 
 
+@pytest.mark.slow
 def test_weights_gradients_and_moments_are_those_of_the_pipeline(folder: Path):
     pipeline, parts = tiny.stable_diffusion(), counted(folder)
     tensors = [
@@ -41,6 +42,7 @@ def test_weights_gradients_and_moments_are_those_of_the_pipeline(folder: Path):
     assert {part.optimizer for part in parts.values()} == {2 * trained}
 
 
+@pytest.mark.slow
 def test_an_image_and_its_steps_are_recorded(folder: Path):
     """Four images 3 x 16 x 16; noise and steps of 4 x 8 x 8, log-probabilities, and two texts of 16 x 16."""
     size = 4 * (3 * 16 * 16 + 2 * 16 * 16 + 4 * 8 * 8)
@@ -49,6 +51,7 @@ def test_an_image_and_its_steps_are_recorded(folder: Path):
     assert recorded == {steps: 4 * (size + steps * step) for steps in (2, 50)}
 
 
+@pytest.mark.slow
 def test_adapters_need_no_reference_and_few_moments(folder: Path):
     whole, adapters = (counted(folder, rank, init_kl_coef=0.1)["training"] for rank in (0, 4))
     assert whole.weights > adapters.weights

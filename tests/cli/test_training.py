@@ -367,9 +367,9 @@ def test_a_folder_of_an_adapter_is_no_model_to_train(place, capsys):
     assert line.endswith("Merge it: trimtab merge runs/sft NEW_FOLDER.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("sft", AutoModelForCausalLM), pytest.param("reward", AutoModelForSequenceClassification, marks=pytest.mark.slow)],
+    ("name", "kind"), [("sft", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)]
 )
 def test_a_merged_model_computes_what_base_and_adapter_compute(name, kind, place, capsys):
     run(name, *COMMANDS[name], "--lora_r=2")

@@ -96,7 +96,9 @@ def test_both_pictures_of_a_pair_get_the_same_noise(tmp_path: Path):
 
 
 @pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize(
+    "kind", ["sd", *(pytest.param(kind, marks=pytest.mark.slow) for kind in BUILD if kind != "sd")]
+)
 def test_chosen_pictures_win(kind: str, use_lora: bool, tmp_path: Path):
     """With the same noise in each epoch, which these untrained models need."""
     sizes = {"train_batch_size": 1, "train_gradient_accumulation_steps": 8, "num_epochs": 20, "save_freq": 100}

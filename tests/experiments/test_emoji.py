@@ -232,7 +232,7 @@ def test_ddpo_trains_emoji_on_their_own_rewards_and_holds_out_captions():
     assert reward is agreement
     assert set(others) == {"recognised", "name_match", "colour_match", "jpeg_incompressibility"}
     assert train.prompt_set(run, training=True).prompts == TRAINED
-    assert train.prompt_set(run, training=False).prompts == CAPTIONS
+    assert sorted(train.prompt_set(run, training=False).prompts) == sorted(CAPTIONS)
     assert train.folder_of(run) == str(pretrain.SHIPPED)
     with pytest.raises(SystemExit, match="shape_match is none of"):
         train.measures("shape_match", run)
