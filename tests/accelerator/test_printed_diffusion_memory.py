@@ -16,7 +16,7 @@ from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrain
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.filterwarnings("ignore")]
 BUILD = {"sd": tiny.stable_diffusion, "sdxl": tiny.stable_diffusion_xl, "sd3": tiny.stable_diffusion_3}
-MANY = {"sample_num_steps": 8, "sample_num_batches_per_epoch": 8}
+MANY = {"sample_num_steps": 6, "sample_num_batches_per_epoch": 5}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {  # pipeline, rank of adapters, settings
     "many samples, bfloat16": ("sd", 4, {**MANY, "mixed_precision": "bf16"}),
     "all weights and a reference": ("sd", 0, {"init_kl_coef": 0.1}),
