@@ -6,6 +6,7 @@ python -m experiments.black_2023_ddpo.report FOLDER ...
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -182,29 +183,26 @@ def quality(reward: str, name: str, end: str = "") -> str:
 def claims_about(reward: str) -> Iterator[Claim]:
     """The paper's claims about a reward, and ours; captions of one colour are a group."""
     groups = {end: tuple(caption.split()[1] for caption in asked) for end, asked in HALVES.items()}
-    moved = {"kind": "more", **margin_fields(PAPER, "reward"), "scale": SCALE}
-    kept = {"kind": "more", **margin_fields(PAPER, "quality"), "scale": SCALE}
+    shared: dict[str, Any] = {"kind": "more", "scale": SCALE, "groups": groups[""]}
+    moved, kept = (shared | margin_fields(PAPER, measure) for measure in ("reward", "quality"))
     yield Claim(
         f"{reward}: IS raises it above the control without a reward",
         (gain(reward, "IS"),),
         place="section 6.1, figure 4",
         trivial="the reward is optimised",
-        groups=groups[""],
         **moved,
     )
     yield Claim(
         f"{reward}: IS raises it for captions that it was not trained on",
         (gain(reward, "IS", HELD_OUT),),
         place="section 6.3",
-        groups=groups[HELD_OUT],
-        **moved,
+        **moved | {"groups": groups[HELD_OUT]},
     )
     yield Claim(
         f"{reward}: IS gains more than a third of the reachable range",
         (gain(reward, "IS"),),
         origin="ours",
         than=SHARE,
-        groups=groups[""],
         **moved,
     )
     yield Claim(
@@ -212,7 +210,6 @@ def claims_about(reward: str) -> Iterator[Claim]:
         (quality(reward, "IS"),),
         origin="ours",
         than=KEPT,
-        groups=groups[""],
         **kept,
     )
     for first, second in (("IS", "RWR"), ("SF", "RWR"), ("IS", "SF")):
@@ -220,14 +217,12 @@ def claims_about(reward: str) -> Iterator[Claim]:
             f"{reward}: {first} gains more than {second} from as many samples",
             (gain(reward, first), gain(reward, second)),
             place="section 6.1, figure 4",
-            groups=groups[""],
             **moved,
         )
     yield Claim(
         f"{reward}: IS with a KL penalty keeps more quality than without",
         (quality(reward, "IS" + WITH_KL), quality(reward, "IS")),
         origin="ours",
-        groups=groups[""],
         **kept,
     )
 

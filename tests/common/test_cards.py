@@ -48,7 +48,7 @@ def test_a_model_card_is_valid_and_loads_what_it_says(tmp_path, monkeypatch):
 def test_a_card_without_a_name_has_that_of_its_folder(tmp_path, name):
     page = write_model_card(tmp_path / "runs" / "mine", **PPO, name=name).read_text()
     assert "\n# mine\n" in page
-    assert 'from_pretrained("mine")' in page  # an absolute path is nobody else's
+    assert 'from_pretrained("mine")' in page  # others do not have the absolute path
     assert str(tmp_path) not in page
 
 

@@ -56,7 +56,8 @@ def saved(kind: str, folder: str, *, adapters: bool = False, **settings: Any) ->
 
 def run_usage(page: str) -> Any:
     names: dict[str, Any] = {}
-    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)  # type: ignore[index]
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, names)
     assert names["tokenizer"]("ab")["input_ids"]
     return names["model"]
 

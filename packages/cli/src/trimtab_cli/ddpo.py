@@ -27,7 +27,7 @@ from trimtab_diffusion.prompts import Prompts
 from trimtab_diffusion.training.sampling import RewardFunction
 from trimtab_lm.data.prompts import open_dataset
 
-from .subcommands import DURING_TRAINING, errors_in_one_line, named, refuse_missing_path, settings, tracker
+from .subcommands import DURING_TRAINING, about_run, errors_in_one_line, named, refuse_missing_path, settings, tracker
 
 ABOUT = """Learning from rewards of images. The dataset has a column `prompt` (or `text`, such as the lines of a .txt
 file); the reward function gets the others as metadata: reward(images, prompts, metadata) -> one number per image.
@@ -199,7 +199,7 @@ def _train(name: str, argv: Sequence[str], arguments: Any, config_kind: Any, kin
         set_seed(config.seed)
         inputs, options = run.inputs()
         trainer = kind(config, *inputs, **options)
-        trainer.run.about = {"model": run.model, "dataset": run.dataset, "split": run.split}
+        trainer.run.about = about_run(run)
     trainer.sd_pipeline.set_progress_bar_config(disable=True)
     with errors_in_one_line(name, DURING_TRAINING):
         trainer.train()

@@ -23,6 +23,7 @@ from .subcommands import (
     EVERYDAY,
     RewardsConfig,
     RunConfig,
+    about_run,
     chat_with,
     checkpoint_of,
     defaults,
@@ -58,7 +59,7 @@ def iterative_sft(argv: Sequence[str]) -> int:
         set_seed(args.seed)
         args.model_init_kwargs = run.init_kwargs(args.model_init_kwargs)
         trainer = IterativeSFTTrainer(run.model, args, processing_class=run.tokenizer, peft_config=run.adapters())
-        trainer.about = run.about() | {"reward": ", ".join(rewards.reward)}
+        trainer.about = about_run(run) | {"reward": ", ".join(rewards.reward)}
         scorers = rewards_of(rewards.functions(), None, tokenizer=trainer.tokenizer, device=args.device)
         rows = tokenize_prompts(
             run.rows().shuffle(seed=args.seed),

@@ -113,10 +113,6 @@ class RunConfig:
         if self.load_in_4bit and not is_bitsandbytes_available():
             raise ValueError('load_in_4bit=True needs bitsandbytes: pip install "trimtab-lm[quantization]".')
 
-    def about(self) -> dict[str, object]:
-        """What the run is of, for the tracker and the model card."""
-        return {"model": self.model, "dataset": self.dataset, "split": self.split}
-
     def rows(self, split: str | None = None) -> Dataset:
         """The rows of a split of the dataset, in a format of the trainers; None: those to train on."""
         rows = open_dataset(self.dataset, split or self.split)
@@ -227,6 +223,11 @@ def settings(
     if tuned and os.environ.get("RANK", "0") == "0":
         print("Settings:", ", ".join(f"{each} {getattr(configs[-1], each)}" for each in tuned), flush=True)
     return configs
+
+
+def about_run(run: Any) -> dict[str, object]:
+    """What a run trains, and on what, for the tracker and the model card."""
+    return {"model": run.model, "dataset": run.dataset, "split": run.split}
 
 
 def name_run(name: str, argv: Sequence[str], configs: Sequence[Any]) -> None:

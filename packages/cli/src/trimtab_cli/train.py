@@ -27,6 +27,7 @@ from .subcommands import (
     EvaluationConfig,
     RewardsConfig,
     RunConfig,
+    about_run,
     chat_with,
     checkpoint_of,
     defaults,
@@ -93,7 +94,7 @@ def train(
         functions = [each.functions() for each in rewards]
         options = {"processing_class": run.tokenizer} if run.chat_template else {}
         trainer = kind(run.model, *functions, args=args, **data, peft_config=run.adapters(task), **options)
-        trainer.about = {**trainer.about, **run.about()}
+        trainer.about = {**trainer.about, **about_run(run)}
     with errors_in_one_line(name, DURING_TRAINING):
         trainer.train(checkpoint_of(run, args))
     if held_out is not None:
@@ -138,7 +139,7 @@ def ppo(argv: Sequence[str]) -> int:
         tokenizer = run.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         trainer = PPOTrainer(config, model, tokenizer=tokenizer, dataset=run.rows())
-        trainer.run.about = run.about()
+        trainer.run.about = about_run(run)
     sampling = {"max_new_tokens": completions.max_new_tokens}
     with errors_in_one_line("ppo", DURING_TRAINING):
         trainer.train(scorers, generation_kwargs=sampling, resume_from=run.resume_from)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -59,7 +60,7 @@ def write_model_card(
     name: str | None = None,
     tags: Sequence[str] = (),
     repo_id: str | None = None,
-    **header: object,
+    **header: Any,
 ) -> Path:
     """Writes a model card, README.md.
 
@@ -93,7 +94,7 @@ def write_model_card(
         datasets=[str(facts["dataset"])] if _is_of_hub(facts.get("dataset")) else None,
         library_name=library,
         tags=["trimtab", algorithm, *arxiv, *tags],
-        **header,  # type: ignore[arg-type]
+        **header,
     )
     page = PAGE.format(
         header=data.to_yaml(),

@@ -88,7 +88,7 @@ def update(
 ) -> None:
     """Takes an optimizer step on each batch of rows; stops, without the step, if the policy has moved too far.
 
-    counts: [B], each row's tokens that count, on the host; recorded: gets the statistics of each minibatch.
+    counts: [B], each row's tokens that count, on the host. Each minibatch's statistics are appended to recorded.
     """
     config, step = boxes.config, boxes.optimizer_step
     for rows in batches:

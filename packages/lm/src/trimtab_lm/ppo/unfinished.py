@@ -1,11 +1,12 @@
 """The step that is under way between its evaluation and its last update: what a checkpoint holds to finish it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from trimtab_common.stats import Mean, packed, unpacked
@@ -62,14 +63,8 @@ class Unfinished:
 
 def placed(rollout: Experience, device: torch.device, *, tokens: torch.device) -> Experience:
     """A rollout of the host with its columns on the device of the models, and its token ids and masks on `tokens`."""
-
-    def put(column: Any, where: torch.device) -> Any:
-        if isinstance(column, Tensor):
-            return column.to(where)
-        if isinstance(column, Mapping):
-            return {name: put(value, where) for name, value in column.items()}
-        return [put(row, where) for row in column] if isinstance(column, Sequence) else column
-
     of_tokens = ("queries", "responses", "response_masks", "model_inputs")
-    columns = {name: put(column, tokens if name in of_tokens else device) for name, column in vars(rollout).items()}
+    columns = {
+        name: send_to_device(column, tokens if name in of_tokens else device) for name, column in vars(rollout).items()
+    }
     return replace(rollout, **{**columns, "lengths": rollout.lengths})
