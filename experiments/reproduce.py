@@ -5,9 +5,10 @@ overnight and gpu. For each paper this program runs the sweeps of the tier, expe
 reproduce*.yaml, overnight*.yaml or sweep_gpu*.yaml, and then report.py over their runs, while the next paper's sweeps
 begin. It does not repeat runs in runs/reproduce/<tier> that have finished; remove that folder to start over. Without a
 GPU, the runs of a sweep are forked from one process that has imported their libraries. The default tier writes the
-verdicts, the figures and the numbers into experiments/README.md and each paper's folder; the others leave their pages
-in runs/reproduce. With --judge-again it runs nothing: it judges the committed claims by the committed numbers, and
-writes verdicts and tables.
+verdicts, the figures and the numbers into each paper's folder, and so does the overnight tier where the paper's README
+has its marks; the others leave their pages in runs/reproduce. experiments/README.md has the verdicts of the largest
+tier that is committed. With --judge-again it runs nothing: it judges the committed claims by the committed numbers,
+and writes verdicts and tables.
 """
 
 import argparse
@@ -18,10 +19,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,8 @@ ORIGINS: dict[Origin, str] = {
     "adapted": "the paper's, adapted to another model, task or size",
     "ours": "ours",
 }
-BEGIN, END = "<!-- reproduced -->", "<!-- /reproduced -->"
+COMMITTED = {"default": "", "overnight": "overnight_"}
+"""The tiers whose results are committed, the smallest first, and how the names of their files begin."""
 # glibc keeps what a run frees: to return it and to ask for it again takes a run a tenth of its time.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 # A sweep imports these once for all its runs: most of a run's imports that a fork can share.
@@ -57,6 +60,7 @@ class Result:
     """The result of a paper: the folder of its page, its verdicts, what failed, and the minutes that it took."""
 
     paper: str
+    tier: str
     folder: Path
     verdicts: Sequence[Verdict]
     failures: Sequence[str]
@@ -74,6 +78,7 @@ class PaperRuns:
     """A paper's runs: the folders of its page and of its sweeps, the failures, and the minutes."""
 
     paper: str
+    tier: str
     out: Path
     folders: Sequence[str]
     failures: Sequence[str]
@@ -95,7 +100,7 @@ def run(paper: str, tier: str, jobs: int) -> PaperRuns:
     failed = [(log, about["run_id"]) for log, about in trials if about.get("status") == "failed"]
     failures += [f"run {run_id} failed, see {log}" for log, run_id in failed]
     minutes = sum(about.get("seconds", 0.0) for _, about in trials) / jobs / 60
-    return PaperRuns(paper, out, folders, failures, minutes)
+    return PaperRuns(paper, tier, out, folders, failures, minutes)
 
 
 def judge(runs: PaperRuns) -> Result:
@@ -110,7 +115,7 @@ def judge(runs: PaperRuns) -> Result:
         failures.append("its report was not written")
     for failure in failures:
         print(f"{paper}: {failure}", file=sys.stderr)
-    return Result(paper, out, verdicts, failures, runs.minutes)
+    return Result(paper, runs.tier, out, verdicts, failures, runs.minutes)
 
 
 def sweep_program() -> list[str]:
@@ -132,80 +137,110 @@ def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def around_marks(readme: Path) -> tuple[str, str]:
-    """The text of a README before and after its marks, the marks included."""
-    before, mark, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (mark and end):
-        raise SystemExit(f"{readme}: the lines {BEGIN} and {END} are needed, around the table. Add them.")
-    return before + mark, end + after
+def marks(tier: str) -> tuple[str, str]:
+    """The lines of a README between which a tier's results stand."""
+    name = {"default": "reproduced"}.get(tier, tier)
+    return f"<!-- {name} -->", f"<!-- /{name} -->"
 
 
-def between_marks(readme: Path) -> str:
-    """The text between the marks of a README."""
-    before, after = around_marks(readme)
+def around_marks(readme: Path, tier: str = "default") -> tuple[str, str]:
+    """The text of a README before and after a tier's marks, the marks included."""
+    begin, end = marks(tier)
+    before, mark, rest = readme.read_text(encoding="utf-8").partition(begin)
+    _, last, after = rest.partition(end)
+    if not (mark and last):
+        raise SystemExit(f"{readme}: the lines {begin} and {end} are needed, around the table. Add them.")
+    return before + mark, last + after
+
+
+def between_marks(readme: Path, tier: str = "default") -> str:
+    """The text between a tier's marks in a README."""
+    before, after = around_marks(readme, tier)
     return readme.read_text(encoding="utf-8")[len(before) : -len(after)].strip()
 
 
-def write_between_marks(readme: Path, text: str) -> None:
-    """Replaces the text between the marks of a README."""
-    before, after = around_marks(readme)
+def write_between_marks(readme: Path, text: str, tier: str = "default") -> None:
+    """Replaces the text between a tier's marks in a README."""
+    before, after = around_marks(readme, tier)
     readme.write_text(f"{before}\n\n{text}\n\n{after}", encoding="utf-8")
+
+
+def numbers_of(paper: str, tier: str) -> Path:
+    """The file with a paper's committed numbers of a tier."""
+    return ROOT / "experiments" / paper / f"{COMMITTED[tier]}{NUMBERS}"
 
 
 def publish(results: Sequence[Result], jobs: int) -> None:
     """Copies pages, figures and numbers into the papers' folders, and writes the table of all committed numbers."""
-    home = ROOT / "experiments"
     for result in results:
-        if result.failures:
+        home, prefix = ROOT / "experiments" / result.paper, COMMITTED[result.tier]
+        readme = home / "README.md"
+        if result.failures or marks(result.tier)[0] not in readme.read_text(encoding="utf-8"):
             continue  # the committed page stays: a part of the runs would judge other claims
-        for file in (*result.folder.glob("*.png"), *result.folder.glob("*.pdf")):
-            shutil.copyfile(file, home / result.paper / file.name)
-        content = {"minutes": round(result.minutes, 1), **read_json(result.folder / NUMBERS)}
-        (home / result.paper / NUMBERS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         words = (result.folder / MARKDOWN).read_text(encoding="utf-8").rstrip()
-        took = f"{result.minutes:.1f} minutes of runs, {jobs} at a time. The numbers: [{NUMBERS}]({NUMBERS})."
-        write_between_marks(home / result.paper / "README.md", f"{words}\n\n{took}")
-    write_between_marks(home / "README.md", f"{committed_table()}\n\n{HOW}")
+        for file in (*result.folder.glob("*.png"), *result.folder.glob("*.pdf")):
+            shutil.copyfile(file, home / f"{prefix}{file.name}")
+            words = words.replace(f"]({file.name})", f"]({prefix}{file.name})")
+        numbers = numbers_of(result.paper, result.tier)
+        content = {"minutes": round(result.minutes, 1), **read_json(result.folder / NUMBERS)}
+        numbers.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        took = f"{result.minutes:.1f} minutes of runs, {jobs} at a time. The numbers: [{numbers.name}]({numbers.name})."
+        write_between_marks(readme, f"{words}\n\n{took}", result.tier)
+    write_between_marks(ROOT / "experiments" / "README.md", f"{committed_table()}\n\n{HOW}")
 
 
 def judge_again() -> None:
     """Judges the committed claims by the committed numbers, and writes the verdicts into numbers and pages."""
-    home = ROOT / "experiments"
-    for paper in papers("default"):
-        if not (file := home / paper / NUMBERS).exists():
+    for paper, tier in product(papers("default"), COMMITTED):
+        if not (file := numbers_of(paper, tier)).exists():
             continue
-        content = read_json(file)
+        content, readme = read_json(file), file.with_name("README.md")
         claimed, measured, _ = from_json(content)
         verdicts = claims.judge(claimed, measured)
         content |= to_json(measured, verdicts)
         file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        words = between_marks(home / paper / "README.md")
+        words = between_marks(readme, tier)
         rest = words[words.index(content["about"]) :]  # after the table; the figures stay
-        write_between_marks(home / paper / "README.md", f"{tables(verdicts)}\n\n{rest}")
-    write_between_marks(home / "README.md", f"{committed_table()}\n\n{HOW}")
+        write_between_marks(readme, f"{tables(verdicts)}\n\n{rest}", tier)
+    write_between_marks(ROOT / "experiments" / "README.md", f"{committed_table()}\n\n{HOW}")
 
 
 def committed_table() -> str:
-    """The verdicts of all papers as Markdown, counted and listed, from the numbers in their folders."""
+    """The verdicts of all papers as Markdown, counted and listed, from the numbers in their folders.
+
+    Those of a paper's largest committed tier; where a smaller one judged a claim otherwise, the cell says how.
+    """
     rows, checks, abouts, counted = [], [], [], list[Verdict]()
     for paper in papers("default"):
         name = f"[{paper}]({paper}/README.md)"
-        if not (file := ROOT / "experiments" / paper / NUMBERS).exists():
+        tiers = [tier for tier in COMMITTED if numbers_of(paper, tier).exists()]
+        if not tiers:
             rows.append((name, "not judged yet", *[""] * len(HEADINGS)))
             continue
-        content = read_json(file)
+        *smaller, content = [read_json(numbers_of(paper, tier)) for tier in tiers]
+        before = {each.claim.text: each.words for other in smaller for each in from_json(other)[2]}
         judged = from_json(content)[2]
         informative = [verdict for verdict in judged if not verdict.claim.trivial]
         counted += informative
         sides = [(name, str(content["minutes"])), *[("", "")] * len(informative)]
-        rows += [(side, *verdict.cells(), time) for (side, time), verdict in zip(sides, informative, strict=False)]
-        checks += [(name, *verdict.cells(), verdict.claim.trivial) for verdict in judged if verdict.claim.trivial]
+        rows += [
+            (side, *cells(verdict, before), time) for (side, time), verdict in zip(sides, informative, strict=False)
+        ]
+        checks += [
+            (name, *cells(verdict, before), verdict.claim.trivial) for verdict in judged if verdict.claim.trivial
+        ]
         abouts.append(f"- {paper}: {content['about']}")
     parts = [counts(counted), markdown(rows, ["paper", *HEADINGS, "minutes"])]
     if checks:
         parts += [CHECKS, markdown(checks, ["paper", *HEADINGS, WHY])]
     return "\n\n".join([*parts, "\n".join(abouts)])
+
+
+def cells(verdict: Verdict, before: Mapping[str, str]) -> tuple[str, ...]:
+    """The row of a verdict, and in its first cell the outcome in a smaller tier if that was another."""
+    first, *others = verdict.cells()
+    then = before.get(verdict.claim.text, first)
+    return (first if then == first else f"{first} (default tier: {then})", *others)
 
 
 def counts(verdicts: Sequence[Verdict]) -> str:
@@ -237,8 +272,8 @@ def main() -> int:
         return 0
     os.chdir(ROOT)  # sweeps name their programs from here
     chosen = arguments.papers or known
-    is_published = arguments.tier == "default"
-    for folder in ("", *chosen) if is_published else ():  # before the hours of work, not after them
+    is_published = arguments.tier in COMMITTED
+    for folder in ("", *chosen) if arguments.tier == "default" else ():  # before the hours of work, not after them
         around_marks(ROOT / "experiments" / folder / "README.md")
     began = time.monotonic()
     with ThreadPoolExecutor(1) as reports:  # which need one core, and the next paper's first runs the others

@@ -17,14 +17,15 @@ from experiments.shao_2024_grpo import report as shao
 from experiments.ziegler_2019_sentiment import report as ziegler
 
 HOME = Path(__file__).resolve().parents[2] / "experiments"
-FILES = sorted(HOME.glob("*/numbers.json"))
+FILES = sorted(HOME.glob("*/*numbers.json"))
+NAMES = [f"{file.parent.name}/{file.stem}" for file in FILES]
 
 
 def test_there_are_numbers_to_judge():
     assert FILES
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_each_verdict_follows_from_the_numbers_beside_it(file: Path):
     claims, measured, verdicts = from_json(json.loads(file.read_text(encoding="utf-8")))
     again = judge(claims, measured)
@@ -36,15 +37,18 @@ def test_each_verdict_follows_from_the_numbers_beside_it(file: Path):
             assert getattr(verdict, name) == pytest.approx(getattr(stored, name), rel=1e-6, abs=1e-9), name
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_the_readmes_show_these_verdicts(file: Path):
     _, _, verdicts = from_json(json.loads(file.read_text(encoding="utf-8")))
     assert tables(verdicts) in (file.parent / "README.md").read_text(encoding="utf-8")
     whole = (HOME / "README.md").read_text(encoding="utf-8")
-    assert all(markdown([verdict.cells()], HEADINGS).splitlines()[-1].strip("| ") in whole for verdict in verdicts)
+    if file.name == "numbers.json" and (file.parent / "overnight_numbers.json").exists():
+        return  # the table of all papers has the larger tier
+    rows = [markdown([verdict.cells()[1:]], HEADINGS).splitlines()[-1].strip("| ") for verdict in verdicts]
+    assert all(row in whole for row in rows)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_the_margins_are_those_of_the_file_and_were_fixed_before_the_runs(file: Path):
     content = json.loads(file.read_text(encoding="utf-8"))
     known = margins(file.parent.name).values()
@@ -74,7 +78,7 @@ def test_the_committed_claims_are_those_that_the_reports_make():
         assert claims == [claim for claim in made if set(claim.compared) <= set(measured)], paper
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_no_judged_seed_has_chosen_a_setting(file: Path):
     _, measured, _ = from_json(json.loads(file.read_text(encoding="utf-8")))
     seeds = {seed for numbers in measured.values() for seed in numbers}

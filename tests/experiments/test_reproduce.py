@@ -15,6 +15,7 @@ from experiments.claims import HEADINGS, Claim, judge, to_json
 from trimtab_cli.sweep.study import read_study, trials_of
 
 ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = reproduce.marks("default")
 SWEEP = """
 program: experiments/{paper}/train.py
 name: {paper}
@@ -65,11 +66,11 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_wandb: None) -
         (folder / "reproduce.yaml").write_text(SWEEP.format(paper=paper))
         (folder / "train.py").write_text(TRAIN.format(paper=paper, fails=fails))
         (folder / "report.py").write_text(REPORT)
-        (folder / "README.md").write_text(f"# {paper}\n{reproduce.BEGIN}\nold\n{reproduce.END}\nend\n")
+        (folder / "README.md").write_text(f"# {paper}\n{BEGIN}\nold\n{END}\nend\n")
     # The papers here and the modules of the real package are found under one name.
     extended = "from pkgutil import extend_path\n__path__ = extend_path(__path__, __name__)\n"
     (tmp_path / "experiments" / "__init__.py").write_text(extended)
-    (tmp_path / "experiments" / "README.md").write_text(f"all\n{reproduce.BEGIN}\n{reproduce.END}\n")
+    (tmp_path / "experiments" / "README.md").write_text(f"all\n{BEGIN}\n{END}\n")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
     once = "import os\nprint(__name__, os.environ.get('MALLOC_MMAP_MAX_'), file=open('imported', 'a'))\n"
@@ -172,13 +173,13 @@ def test_committed_numbers_are_judged_again_without_a_run(tree: Path, monkeypatc
     stale = [replace(verdict, outcome="undecided", p=0.9) for verdict in judge(claims, {"scores": scores})]
     content = {"minutes": 2.0, "about": "Commit 1234567.", **to_json({"scores": scores}, stale)}
     (home / "numbers.json").write_text(json.dumps(content))
-    page = f"# b\n{reproduce.BEGIN}\n\n| old |\n\nCommit 1234567.\n\n![figure](figure.png)\n\n{reproduce.END}\nend\n"
+    page = f"# b\n{BEGIN}\n\n| old |\n\nCommit 1234567.\n\n![figure](figure.png)\n\n{END}\nend\n"
     (home / "README.md").write_text(page)
     assert run(monkeypatch, "--judge-again") == 0
     text = (home / "README.md").read_text()
     assert "| holds | scores \\| count (ours) |" in text
     assert "| old |" not in text
-    assert text.endswith(f"Commit 1234567.\n\n![figure](figure.png)\n\n{reproduce.END}\nend\n")
+    assert text.endswith(f"Commit 1234567.\n\n![figure](figure.png)\n\n{END}\nend\n")
     assert [row["outcome"] for row in json.loads((home / "numbers.json").read_text())["verdicts"]] == [
         "holds",
         "reproduced",
@@ -195,3 +196,53 @@ def test_nothing_is_run_where_the_table_has_no_place(tree: Path, monkeypatch: py
     with pytest.raises(SystemExit, match="the lines"):
         run(monkeypatch)
     assert not (tree / "runs").exists()
+
+
+@pytest.mark.slow
+def test_the_overnight_tier_is_committed_where_a_page_has_its_marks(tree: Path, monkeypatch: pytest.MonkeyPatch):
+    home = tree / "experiments" / "b_2020"
+    (home / "overnight.yaml").write_text(SWEEP.format(paper="b_2020"))
+    before = (home / "README.md").read_text()
+    assert run(monkeypatch, "--tier", "overnight") == 0
+    assert (home / "README.md").read_text() == before
+    assert not list(home.glob("overnight_*"))
+    (home / "README.md").write_text(f"{before}\n{reproduce.marks('overnight')[0]}\n{reproduce.marks('overnight')[1]}\n")
+    assert run(monkeypatch, "--tier", "overnight") == 0
+    text = (home / "README.md").read_text()
+    assert text.startswith(before)
+    assert "![figure](overnight_figure.png)" in text
+    assert "([PDF](overnight_figure.pdf))" in text
+    assert {file.name for file in home.glob("overnight_*")} == {
+        "overnight_figure.pdf",
+        "overnight_figure.png",
+        "overnight_numbers.json",
+    }
+    assert not (home / "numbers.json").exists()
+
+
+def test_the_table_has_the_largest_tier_and_says_which_verdict_has_changed(tree: Path, monkeypatch: pytest.MonkeyPatch):
+    home = tree / "experiments" / "b_2020"
+    claims = [
+        Claim(text, (name,), "more", 1.0, "points", origin="ours")
+        for text, name in (("it grows", "growth"), ("it is there", "presence"))
+    ]
+    (home / "README.md").write_text("# b\n")
+    for tier, growth in (("default", 0.01), ("overnight", 3.0)):
+        measured = {
+            name: {seed: first + seed / 10 for seed in range(-4, 4)}
+            for name, first in (("growth", growth), ("presence", 2.0))
+        }
+        content = {"minutes": 2.0, "about": f"Commit of {tier}.", **to_json(measured, judge(claims, measured))}
+        reproduce.numbers_of("b_2020", tier).write_text(json.dumps(content))
+        begin, end = reproduce.marks(tier)
+        with (home / "README.md").open("a") as page:
+            page.write(f"{begin}\n\n| old |\n\nCommit of {tier}.\n\n{end}\n")
+    assert run(monkeypatch, "--judge-again") == 0
+    whole = (tree / "experiments" / "README.md").read_text()
+    rows = [row for row in rows_of(tree / "experiments" / "README.md") if "it " in row[2]]
+    assert [row[1] for row in rows] == ["holds (default tier: no effect that matters)", "holds"]
+    assert "- b_2020: Commit of overnight." in whole
+    assert "Commit of default." not in whole
+    text = (home / "README.md").read_text()
+    assert text.count("| it grows (ours) |") == 2
+    assert "| old |" not in text
