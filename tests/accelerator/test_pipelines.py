@@ -1,7 +1,9 @@
 """DDPO trains every pipeline on an accelerator, the other trainers two; all resume to the same bits."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -146,6 +148,24 @@ def test_gradients_of_rewards(kind: str, precision: str, use_lora: bool, setting
 @pytest.mark.parametrize("kind", ["sd", "sd3"])
 def test_pairs_of_pictures(kind: str, precision: str, use_lora: bool, tmp_path: Path):
     resumes(kind, tmp_path, by_pairs, use_lora=use_lora, mixed_precision=precision)
+
+
+def test_a_reference_that_predicts_first_is_not_on_the_device_later(tmp_path: Path, device: ModuleType):
+    """Its weights are a fourth of what AdamW and the policy hold: weights, gradients and two moments."""
+    peaks = []
+    for ahead in (False, True):
+        trained = by_pairs(
+            "sd", tmp_path / str(ahead), use_lora=False, mixed_precision="no", precompute_ref_errors=ahead
+        )
+        trained.step(0, 0)
+        gc.collect()
+        device.clear()
+        trained.step(1, trained.global_step)
+        peaks.append(device.peak())
+        size = sum(weight.nbytes for weight in trained.model.parameters())
+        del trained
+        gc.collect()
+    assert peaks[0] - peaks[1] == pytest.approx(size, rel=0.05)
 
 
 @pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])

@@ -113,6 +113,33 @@ def test_chosen_pictures_win(kind: str, use_lora: bool, tmp_path: Path):
     assert history[-1]["rewards/margins"] > 0.2
 
 
+def test_a_reference_that_predicts_first_changes_no_bit(tmp_path: Path):
+    ends = []
+    for ahead in (False, True):
+        trained = trainer(tmp_path / str(ahead), tiny.stable_diffusion(), num_epochs=2, precompute_ref_errors=ahead)
+        with trained.reference() as frozen:
+            calls = recorded_calls(frozen, trained.model)
+        history = [{name: value for name, value in row.items() if name != "time/epoch"} for row in trained.train()]
+        ends.append((history, [weight.detach().clone() for weight in trained.model.parameters()]))
+        alternating, first = ["reference", "policy"] * 8, ["reference"] * 4 + ["policy"] * 4
+        assert calls == (first * 2 if ahead else alternating)
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(*pair) for pair in zip(ends[0][1], ends[1][1], strict=True))
+
+
+def recorded_calls(frozen: torch.nn.Module, policy: torch.nn.Module) -> list[str]:
+    """A list to which each call of one of the two denoisers adds a name."""
+    calls: list[str] = []
+    for name, denoiser in (("reference", frozen), ("policy", policy)):
+        denoiser.register_forward_hook(lambda *_, name=name: calls.append(name))
+    return calls
+
+
+def test_adapters_leave_no_copy_to_take_from_the_device(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"precompute_ref_errors=True.*Adapters need none"):
+        trainer(tmp_path, use_lora=True, precompute_ref_errors=True)
+
+
 def test_an_epoch_takes_each_pair_once_in_a_new_order(tmp_path: Path):
     with pytest.warns(UserWarning, match="leaves out 2 of 8 pairs"):
         trained = trainer(tmp_path, train_batch_size=3)

@@ -1,6 +1,6 @@
 """Diffusion-DPO (Wallace et al. 2023, arXiv:2311.12908): noised pairs of pictures, their errors, and the updates."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,10 +58,38 @@ def errors(pictures: Trajectories, denoiser: nn.Module, batch: Noised) -> tuple[
     return first, second
 
 
+RefErrors = Callable[[Noised], tuple[Tensor, Tensor]]
+"""The reference's `errors` on noised pairs."""
+
+
+@torch.no_grad()
+def reference_errors(pictures: Trajectories, reference: Reference, batch: Noised) -> tuple[Tensor, Tensor]:
+    """`errors` of the denoiser as it was before training."""
+    with reference() as frozen:
+        return errors(pictures, frozen, batch)
+
+
+@torch.no_grad()
+def precomputed(
+    pictures: Trajectories,
+    reference: Reference,
+    batches: Sequence[Tensor],
+    device: torch.device,
+    *,
+    generator: torch.Generator,
+    config: DiffusionDPOConfig,
+) -> RefErrors:
+    """`reference_errors` of all pairs that `update` will noise with such a generator; gives them in its order."""
+    with reference() as frozen:
+        parts = [part for rows in batches for part in rows.split(config.train_batch_size)]
+        known = iter([errors(pictures, frozen, noised(pictures, device, part, generator)) for part in parts])
+    return lambda _: next(known)
+
+
 def update(
     pictures: Trajectories,
     model: nn.Module,
-    reference: Reference,
+    ref_errors: RefErrors,
     batches: Sequence[Tensor],
     optimizer: Updates,
     *,
@@ -73,7 +101,7 @@ def update(
     Args:
         pictures: as of `noised`.
         model: the denoiser, as it was prepared.
-        reference: gives the denoiser as it was before training.
+        ref_errors: the errors of the denoiser as it was before training.
         batches: numbers of pairs, int64.
         optimizer: takes the steps.
         generator: draws levels and noise.
@@ -83,10 +111,8 @@ def update(
     for rows in batches:
         for part in optimizer.parts(rows.split(config.train_batch_size)):
             batch = noised(pictures, optimizer.accelerator.device, part, generator)
-            with torch.no_grad(), reference() as frozen:
-                ref_errors = errors(pictures, frozen, batch)
-            own = errors(pictures, model, batch)
-            losses, chosen, rejected = diffusion_dpo_loss(*own, *ref_errors, beta=config.beta)
+            frozen, own = ref_errors(batch), errors(pictures, model, batch)
+            losses, chosen, rejected = diffusion_dpo_loss(*own, *frozen, beta=config.beta)
             optimizer.backward(losses.mean(), len(part) / len(rows))
             numbers = {
                 "loss": losses,

@@ -19,3 +19,8 @@ class DiffusionDPOConfig(PipelineConfig):
     train_learning_rate: Positive = setting("AdamW's learning rate.", default=1e-5)
     beta: Positive = setting("The paper's beta T: how hard it is to leave the reference.", default=5000)
     encode_batch_size: Count = setting("Pairs that are encoded at a time, before training.", default=8)
+    precompute_ref_errors: bool = setting(
+        "The reference predicts at the start of each epoch, for all of its noised pairs, and is on the CPU for the "
+        "rest: for training without adapters, which needs a frozen copy.",
+        default=False,
+    )

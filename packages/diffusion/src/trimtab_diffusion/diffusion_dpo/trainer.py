@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from functools import partial
 
 import torch
 from diffusers import DiffusionPipeline
@@ -16,11 +17,11 @@ from trimtab_diffusion.training.base import TRAIN, PipelineTrainer
 from trimtab_diffusion.training.optimizing import Updates
 from trimtab_diffusion.training.setup import reference_of
 
-from .algorithm import update
+from .algorithm import RefErrors, precomputed, reference_errors, update
 from .config import DiffusionDPOConfig
 from .data import Pairs, check_pairs, encoded
 
-WITHOUT_EFFECT = (*shared.WITHOUT_EFFECT, "encode_batch_size")
+WITHOUT_EFFECT = (*shared.WITHOUT_EFFECT, "encode_batch_size", "precompute_ref_errors")
 """Settings that change no result."""
 
 
@@ -35,7 +36,8 @@ class DiffusionDPOTrainer(PipelineTrainer):
             or arrays [3, H, W] or [H, W, 3], uint8 or float within [0, 1].
 
     Raises:
-        ValueError: a row has no caption or no picture, sizes differ, or there are fewer pairs than an update takes.
+        ValueError: a row has no caption or no picture, sizes differ, there are fewer pairs than an update takes, or
+            there is no whole copy of the reference for precompute_ref_errors.
     """
 
     method, paper = "Diffusion-DPO", "Wallace et al. 2023, arXiv:2311.12908"
@@ -64,7 +66,7 @@ class DiffusionDPOTrainer(PipelineTrainer):
                 f"{per_update}.",
                 stacklevel=2,
             )
-        self.reference = reference_of(self.sd_pipeline, self.accelerator)
+        self.reference = reference_of(self.sd_pipeline, self.accelerator, rests_on_cpu=config.precompute_ref_errors)
         self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD)
         self.pictures = encoded(self.sd_pipeline, train_dataset, batch_size=config.encode_batch_size)
         self._resume()
@@ -81,13 +83,17 @@ class DiffusionDPOTrainer(PipelineTrainer):
         """
         self.run.begin_step(self.checkpoint_folder)
         started, config = time.perf_counter(), self.config
-        self.global_step = global_step
+        self.global_step, batches = global_step, self.batches(epoch)
+        ref_errors: RefErrors = partial(reference_errors, self.pictures, self.reference)
+        if config.precompute_ref_errors:
+            device, generator = self.accelerator.device, self._generator(TRAIN, epoch)
+            ref_errors = precomputed(self.pictures, self.reference, batches, device, generator=generator, config=config)
         updates = Updates(self.accelerator, self.model, self.optimizer, self.lr_scheduler, config, global_step)
         stats = update(
             self.pictures,
             self.model,
-            self.reference,
-            self.batches(epoch),
+            ref_errors,
+            batches,
             updates,
             generator=self._generator(TRAIN, epoch),
             config=config,

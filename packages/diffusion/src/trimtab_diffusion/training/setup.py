@@ -3,8 +3,8 @@
 import copy
 import os
 import warnings
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -175,8 +175,29 @@ def run_of(
     return run
 
 
-def reference_of(pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> Reference:
-    """The denoiser as it is before training: without its adapters, or a frozen copy."""
+def reference_of(
+    pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator, *, rests_on_cpu: bool = False
+) -> Reference:
+    """The denoiser as it is before training: without its adapters, or a frozen copy.
+
+    Args:
+        pipeline: with the denoiser.
+        accelerator: prepares the copy.
+        rests_on_cpu: whether the copy is on the accelerator's device in the context alone.
+
+    Raises:
+        ValueError: it rests on the CPU, but there is no copy, or processes share its weights.
+    """
+    if rests_on_cpu and (pipeline.use_lora or divides_weights(accelerator)):
+        raise ValueError(
+            "precompute_ref_errors=True takes a frozen copy of the denoiser from the device. "
+            + (
+                "Adapters need none: the reference is the denoiser without them."
+                if pipeline.use_lora
+                else f"Under {accelerator.distributed_type.value} no process has a whole one."
+            )
+            + " Leave it out."
+        )
     if pipeline.use_lora:
         return pipeline.reference
     frozen = copy.deepcopy(pipeline.denoiser).requires_grad_(False)
@@ -185,4 +206,13 @@ def reference_of(pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator
         return_float32(prepared, accelerator)
     else:
         prepared = accelerator.prepare_model(frozen, evaluation_mode=True)  # in the policy's precision
-    return lambda: nullcontext(prepared)
+    return partial(on_device, prepared.cpu(), accelerator.device) if rests_on_cpu else lambda: nullcontext(prepared)
+
+
+@contextmanager
+def on_device(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+    """A context in which a module of the CPU is on the device."""
+    try:
+        yield module.to(device)
+    finally:
+        module.cpu()
