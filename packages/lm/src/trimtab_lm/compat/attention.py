@@ -1,10 +1,12 @@
 """How a model attends, and tensor subclasses, read on transformers 5.24 and torch 2.13."""
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map as tree_map
+
+plain_tensors = torch._C.DisableTorchFunctionSubclass
+"""In its block torch treats tensors of a subclass as plain ones."""
 
 
 def attention_of(model: Any) -> str:
@@ -13,8 +15,3 @@ def attention_of(model: Any) -> str:
     A release without the name raises AttributeError.
     """
     return str(model.config._attn_implementation)
-
-
-def plain_tensors() -> AbstractContextManager[None]:
-    """Inside the block torch treats tensors of a subclass as plain ones."""
-    return torch._C.DisableTorchFunctionSubclass()

@@ -1,11 +1,16 @@
-"""The records of a batch of responses and of a minibatch's update."""
+"""The records of a batch of responses, of a minibatch's update, and of the step that is under way."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
+
+from trimtab_common.stats import Mean, packed, unpacked
 
 UNKNOWN = torch.empty(0)
 
@@ -58,3 +63,59 @@ class Minibatch(NamedTuple):
     mask: Tensor
     stats: dict[str, Any]  # of `train_minibatch`, and the policy's entropy
     largest_log_ratio: Tensor
+
+
+class Evaluated(NamedTuple):
+    """A batch before its first update, and what its updates have recorded so far.
+
+    Attributes:
+        rollout: with all columns, on the host.
+        mismatch: how far the sampler differs from the policy.
+        recorded: the minibatches of the updates that are done.
+    """
+
+    rollout: Experience
+    mismatch: dict[str, Mean | Tensor]
+    recorded: list[Minibatch]
+
+
+class Unfinished:
+    """The evaluated batch whose updates are under way, if there is one: a checkpoint holds it, to finish the step.
+
+    Attributes:
+        batch: None between steps.
+    """
+
+    def __init__(self) -> None:
+        self.batch: Evaluated | None = None
+
+    @contextmanager
+    def under_way(self, batch: Evaluated) -> Iterator[None]:
+        """Checkpoints inside the block hold the batch."""
+        self.batch = batch
+        try:
+            yield
+        finally:
+            self.batch = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """For torch.save; empty between steps."""
+        if self.batch is None:
+            return {}
+        rollout, mismatch, recorded = self.batch
+        rows = [minibatch._asdict() for minibatch in recorded]
+        return {"rollout": dict(vars(rollout)), "mismatch": packed(mismatch), "recorded": packed(rows)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `state_dict` returned."""
+        recorded = [Minibatch(**row) for row in unpacked(state["recorded"])]
+        self.batch = Evaluated(Experience(**state["rollout"]), unpacked(state["mismatch"]), recorded)
+
+
+def placed(rollout: Experience, device: torch.device, *, tokens: torch.device) -> Experience:
+    """A rollout of the host with its columns on the device of the models, and its token ids and masks on `tokens`."""
+    of_tokens = ("queries", "responses", "response_masks", "model_inputs")
+    columns = {
+        name: send_to_device(column, tokens if name in of_tokens else device) for name, column in vars(rollout).items()
+    }
+    return replace(rollout, **{**columns, "lengths": rollout.lengths})

@@ -24,10 +24,9 @@ from trimtab_lm.tokens.logprobs import exact_kl
 from trimtab_lm.tokens.scores import score_logits
 
 from .config import PPOConfig
-from .experience import UNKNOWN, Experience
+from .experience import UNKNOWN, Experience, Unfinished
 from .optimizer_step import OptimizerStep
 from .policy import ActorCritic, ReferencePolicy, whole_models
-from .unfinished import Unfinished
 
 
 class Padding(NamedTuple):
@@ -232,7 +231,7 @@ def padded_inputs(queries: Sequence[Tensor], responses: Sequence[Tensor], paddin
     """
     pad_token_id, decoder_start = padding
     if decoder_start is None:
-        read = {"": [torch.cat([query, response]) for query, response in zip(queries, responses, strict=True)]}
+        read = {"": [*map(torch.cat, zip(queries, responses, strict=True))]}
     else:
         starts = [torch.cat([response.new_tensor([decoder_start]), response]) for response in responses]
         read = {"": list(queries), "decoder_": starts}

@@ -36,14 +36,16 @@ from . import files, setup
 from .algorithm import evaluate, rows_of_updates, update
 from .checks import check_rollout, check_step
 from .config import PPOConfig
-from .experience import Experience
+from .experience import Evaluated, Experience, Unfinished, placed
 from .generation import Sampler, completions_of, step_arguments
 from .loss import clipped_value_loss, gae, per_token_rewards, policy_log_ratio, shaped
 from .optimizer_step import OptimizerStep
 from .passes import Padding, padded_inputs, score, token_entropy
 from .policy import ActorCritic, ReferencePolicy, keep_value_dtype
 from .statistics import Clock, ended, rollout_stats, sampling_stats, step_stats, vitals
-from .unfinished import Evaluated, Unfinished, placed
+
+PASSES = ("batched_forward_pass", "compute_rewards", "loss", "train_minibatch")
+"""The documented methods that see logits, and other layouts of the columns, where they are replaced."""
 
 
 class PPOTrainer(NamesOf2024):
@@ -189,7 +191,7 @@ class PPOTrainer(NamesOf2024):
         """
         self.run.begin_step(self.config.output_dir)
         clock, config, is_first = Clock(), self.config, self.steps_done == 0
-        overridden = self._overridden()
+        overridden = replaced(self, PPOTrainer, *PASSES)
         columns = (queries, responses, scores, response_masks, response_rewards, sampler_logprobs)
         rollout, given = check_step(self, *columns, is_first=is_first, reads_ids="batched_forward_pass" in overridden)
         scores_shaped = shaped(given, ended(rollout.responses, self.sampler.eos_ids), config, self.running)
@@ -223,17 +225,13 @@ class PPOTrainer(NamesOf2024):
         self.run.interruption.end_step(self.save_checkpoint, is_last=self.steps_done >= config.steps)
         return stats
 
-    def _overridden(self) -> Collection[str]:
-        """The documented methods of the passes that a subclass or an assignment replaces."""
-        return replaced(self, PPOTrainer, "batched_forward_pass", "compute_rewards", "loss", "train_minibatch")
-
     def _finish_loaded(self) -> tuple[Stats, Stats] | None:
         """Finishes the step within which a checkpoint was saved, if any; returns what was logged, and the batch."""
         if (batch := self.unfinished.batch) is None:
             return None
         self.run.begin_step(self.config.output_dir)
-        overridden, host = self._overridden(), torch.device("cpu")
-        tokens = self.current_device if "batched_forward_pass" in overridden else host
+        overridden = replaced(self, PPOTrainer, *PASSES)
+        tokens = self.current_device if "batched_forward_pass" in overridden else torch.device("cpu")
         rollout = placed(batch.rollout, self.current_device, tokens=tokens)
         stats = self._finish_step(rollout, batch, overridden, Clock())
         rows = {"query": batch.rollout.queries, "response": batch.rollout.responses}

@@ -46,13 +46,13 @@ def check_ids(name: str, column: Sequence[Any], vocab_size: int, *, ignored: int
                 f"{name}[{i}] must be a 1-D tensor of token ids, got {came}. Use tensor.squeeze(0) for [1, T]."
             )
 
-    def wrong(ids: Tensor) -> bool:
-        known = ids if ignored is None else ids[ids != ignored]
-        return len(known) > 0 and (int(known.min()) < 0 or int(known.max()) >= vocab_size)
-
     rows = moved(column, torch.device("cpu"))
-    if wrong(torch.cat(rows)):
-        i = next(i for i, row in enumerate(rows) if wrong(row))
+    ids = torch.cat(rows)
+    is_wrong = (ids < 0) | (ids >= vocab_size)
+    if ignored is not None:
+        is_wrong &= ids != ignored
+    if bool(is_wrong.any()):
+        i = next(i for i, row in enumerate(is_wrong.split(list(map(len, rows)))) if bool(row.any()))
         raise ValueError(
             f"{name}[{i}] holds token ids from {int(rows[i].min())} to {int(rows[i].max())}, the model's "
             f"vocabulary has 0 to {vocab_size - 1}. Use the model's own tokenizer, and cut padding off."

@@ -270,7 +270,7 @@ def _with_tokens(inputs: Mapping[str, Integers], branches: Sequence[_Branch]) ->
         source.append(places[is_counted])
         targets.append(np.asarray(ids, dtype=np.int64)[is_counted])
         ends.append(place + len(ids))
-    lengths = [len(places) for places in source[1:]]
+    lengths = [*map(len, source[1:])]
     columns = {
         **inputs,
         "source": np.concatenate(source),
