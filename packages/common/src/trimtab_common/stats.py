@@ -307,6 +307,33 @@ def gather_stats(stats: Mapping[str, object]) -> Stats:
     return merged
 
 
+class Recorder:
+    """Statistics of micro-batches until they are logged, separate for training and evaluation.
+
+    Weighted means (`Mean`) are merged over everything recorded in all processes.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[bool, list[dict[str, object]]] = {True: [], False: []}
+
+    def add(self, stats: Mapping[str, object], *, training: bool) -> None:
+        """Record statistics.
+
+        Args:
+            stats: Mean, Variance, Deviation, Correlation or 1-D tensors; plain numbers are averaged over the calls.
+            training: whether they belong to training, or to evaluation.
+        """
+        parts = self._parts[training]
+        parts.append(dict(stats))
+        if len(parts) == 64:
+            parts[:] = [merge_stats(parts)]
+
+    def flush(self, *, training: bool) -> dict[str, Any]:
+        """The statistics since the last flush, over all processes. Collective."""
+        parts, self._parts[training] = self._parts[training], []
+        return gather_stats(merge_stats(parts))
+
+
 class RunningMoments:
     """Mean and standard deviation of all numbers seen so far, in all processes."""
 

@@ -130,7 +130,7 @@ class AdaptiveKLController(FixedKLController):
         Raises:
             ValueError: an argument is NaN or infinite. The coefficient did not change.
         """
-        super().update(current, n_steps)
+        require_finite(type(self).__name__, current=current, n_steps=n_steps)
         error = current / self.target - 1
         factor = max(1 + min(max(error, -0.2), 0.2) * n_steps / self.horizon, LEAST_FACTOR)
         integral = self.integral if self.gain else self.value  # which a caller may have assigned

@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.sharding import full_state_dicts, reshard
+from trimtab_common.stats import Recorder
 from trimtab_lm.data.media import check_features, check_row
 from trimtab_lm.data.sources import rows_in_words
 from trimtab_lm.interface import Model, Processor, check_generation_config, tokenizer_of
@@ -30,7 +31,7 @@ from .hooks import HooksOf2024, predictions_of
 from .lines import show_lines
 from .models import load_processing_class, prepare_sharding
 from .streams import NO_BATCH, Passes, check_evaluated
-from .tracking import Recorder, Tables, prepare_trackers
+from .tracking import Tables, prepare_trackers
 from .types import Batch, BatchLoss, DataOptions, DataSource, Prediction, TrainerOptions, Trial, Use
 
 Items = TypeVar("Items")

@@ -1,8 +1,8 @@
-"""Statistics between logs, and tables, for the trackers of the trainers on `transformers.Trainer`."""
+"""Tables, W&B's runs and the ends of trackers, for the trainers on `transformers.Trainer`."""
 
 import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,37 +10,9 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from trimtab_common.interruption import status_of
-from trimtab_common.stats import gather_stats, merge_stats
 from trimtab_common.tracking import MAX_TABLE_ROWS, cell, cell_type
 from trimtab_common.weights_and_biases import STEP_AXIS, finish_wandb, import_wandb, init_wandb
 from trimtab_common.writers import markdown_table
-
-
-class Recorder:
-    """Statistics of micro-batches until they are logged, separate for training and evaluation.
-
-    Weighted means (`trimtab_common.stats.Mean`) are merged over everything recorded in all processes.
-    """
-
-    def __init__(self) -> None:
-        self._parts: dict[bool, list[dict[str, object]]] = {True: [], False: []}
-
-    def add(self, stats: Mapping[str, object], *, training: bool) -> None:
-        """Record statistics.
-
-        Args:
-            stats: Mean, Variance, Deviation, Correlation or 1-D tensors; plain numbers are averaged over the calls.
-            training: whether they belong to training, or to evaluation.
-        """
-        parts = self._parts[training]
-        parts.append(dict(stats))
-        if len(parts) == 64:
-            parts[:] = [merge_stats(parts)]
-
-    def flush(self, *, training: bool) -> dict[str, Any]:
-        """The statistics since the last flush, over all processes. Collective."""
-        parts, self._parts[training] = self._parts[training], []
-        return gather_stats(merge_stats(parts))
 
 
 class Tables:

@@ -22,12 +22,11 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.sharding import whole_tensor
-from trimtab_common.stats import Mean, gather_over_ranks
+from trimtab_common.stats import Mean, Recorder, gather_over_ranks
 from trimtab_lm.hf.checkpoints import STATE
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.hf.labels import LabelTrainer
 from trimtab_lm.hf.models import load_weights
-from trimtab_lm.hf.tracking import Recorder
 from trimtab_lm.hf.types import Batch
 from trimtab_lm.interface import Model, base_of
 
