@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -150,10 +151,7 @@ class HealthMonitor:
         self._longest = max(patience, 1) * max(
             sign.slow or 1 for condition in conditions for sign in (*condition.signs, *condition.or_signs)
         )
-        self._checks = 0
-        self._first: dict[str, float] = {}
-        self._recent: dict[str, list[float]] = {}
-        self._last_alert: dict[str, int] = {}
+        self._state = MonitorState(checks=0, first={}, recent={}, last_alert={})
 
     def check(self, vitals: Vitals, stats: Mapping[str, object] = {}) -> list[Alert]:
         """Checks one step.
@@ -170,18 +168,18 @@ class HealthMonitor:
         """
         values: dict[str, float] = {name: value for name, value in vars(vitals).items() if value is not None}
         check_finite({**stats, **values})
-        self._checks += 1
-        self._first = {**values, **self._first}
-        recent = self._recent
-        self._recent = {name: [*recent.get(name, []), value][-self._longest :] for name, value in values.items()}
+        state, recent = self._state, self._state["recent"]
+        state["checks"] += 1
+        state["first"] = {**values, **state["first"]}
+        state["recent"] = {name: [*recent.get(name, []), value][-self._longest :] for name, value in values.items()}
         due: list[Alert] = []
         for condition in self.conditions:
             alert = self._alert(condition, condition.signs) or self._alert(condition, condition.or_signs)
             if alert is None:
                 continue
-            last = self._last_alert.get(alert.name)
-            if last is None or self._checks - last >= self.repeat_after:
-                self._last_alert[alert.name] = self._checks
+            last = state["last_alert"].get(alert.name)
+            if last is None or state["checks"] - last >= self.repeat_after:
+                state["last_alert"][alert.name] = state["checks"]
                 due.append(alert)
         return due
 
@@ -207,27 +205,20 @@ class HealthMonitor:
 
     def state_dict(self) -> MonitorState:
         """What the next check depends on."""
-        return {
-            "checks": self._checks,
-            "first": dict(self._first),
-            "recent": dict(self._recent),
-            "last_alert": dict(self._last_alert),
-        }
+        return copy.deepcopy(self._state)
 
     def load_state_dict(self, state: MonitorState) -> None:
         """Restores what `state_dict` returned."""
-        self._checks, self._first = state["checks"], dict(state["first"])
-        self._recent = dict(state["recent"])
-        self._last_alert = dict(state["last_alert"])
+        self._state = copy.deepcopy(state)
 
     def _alert(self, condition: Condition, signs: Sequence[Sign]) -> Alert | None:
-        readings = list[tuple[Sign, Sequence[float], float]]()
+        readings, first, seen = list[tuple[Sign, Sequence[float], float]](), self._state["first"], self._state["recent"]
         for sign in signs:
-            if sign.may_lack and sign.statistic not in self._recent:
+            if sign.may_lack and sign.statistic not in seen:
                 continue
             checks = max(sign.slow * self.patience, 1)
-            recent = self._recent.get(sign.statistic, [])[-checks:]
-            unit = {None: 1.0, "first": self._first.get(sign.statistic), "target": self.kl_target}[sign.of]
+            recent = seen.get(sign.statistic, [])[-checks:]
+            unit = {None: 1.0, "first": first.get(sign.statistic), "target": self.kl_target}[sign.of]
             if unit is None or len(recent) < checks:
                 return None
             readings.append((sign, recent, unit))
