@@ -193,26 +193,12 @@ TRUNCATED = "unlikely tokens are never drawn, so the KL is estimated on another 
 REWEIGHTED = "tokens are drawn from reweighted probabilities that neither policy nor reference has: the KL is biased"
 FORBIDDEN = "tokens (the end token above all) are forbidden by force, which the log-probs do not know: negative KL"
 DISTORTIONS = {
-    "top_k": TRUNCATED,
-    "top_p": TRUNCATED,
-    "min_p": TRUNCATED,
-    "typical_p": TRUNCATED,
-    "epsilon_cutoff": TRUNCATED,
-    "eta_cutoff": TRUNCATED,
-    "repetition_penalty": REWEIGHTED,
-    "encoder_repetition_penalty": REWEIGHTED,
-    "sequence_bias": REWEIGHTED,
-    "guidance_scale": REWEIGHTED,
-    "exponential_decay_length_penalty": REWEIGHTED,
-    "no_repeat_ngram_size": FORBIDDEN,
-    "encoder_no_repeat_ngram_size": FORBIDDEN,
-    "min_length": FORBIDDEN,
-    "min_new_tokens": FORBIDDEN,
-    "bad_words_ids": FORBIDDEN,
-    "suppress_tokens": FORBIDDEN,
-    "begin_suppress_tokens": FORBIDDEN,
-    "forced_bos_token_id": FORBIDDEN,
-    "forced_eos_token_id": FORBIDDEN,
+    **dict.fromkeys(("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"), TRUNCATED),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "sequence_bias"), REWEIGHTED),
+    **dict.fromkeys(("guidance_scale", "exponential_decay_length_penalty"), REWEIGHTED),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), FORBIDDEN),
+    **dict.fromkeys(("min_new_tokens", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), FORBIDDEN),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), FORBIDDEN),
 }
 """Settings that make the sampler another policy than the one whose log-probabilities are taken, and what they do."""
 
