@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import groupby
@@ -142,3 +142,14 @@ def memory_of(device: torch.device) -> int:
         return torch.accelerator.get_memory_info(device)[1]
     except RuntimeError:
         return 0
+
+
+def fused_if_possible(parameters: Iterable[nn.Parameter]) -> bool | None:
+    """Returns the argument `fused` of torch's Adam and AdamW: whether the device has a fused kernel.
+
+    On a CPU it takes a seventh of the time of the other implementations.
+
+    Returns:
+        True, or None, which lets torch choose.
+    """
+    return {parameter.device.type for parameter in parameters} <= {"cpu", "cuda"} or None

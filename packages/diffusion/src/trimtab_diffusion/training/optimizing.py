@@ -10,9 +10,8 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from trimtab_common.accelerators import WeighingAccelerator
+from trimtab_common.accelerators import WeighingAccelerator, fused_if_possible
 from trimtab_common.health import TrainingDivergedError
-from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.stats import Stats
 
 from .config import PipelineConfig

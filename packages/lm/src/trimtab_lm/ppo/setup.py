@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab_common.accelerate_trackers import trackers_of
-from trimtab_common.accelerators import WeighingAccelerator, create_accelerator
+from trimtab_common.accelerators import WeighingAccelerator, create_accelerator, fused_if_possible
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
-from trimtab_common.optimizers import fused_if_possible
 from trimtab_common.run import Run, Stateful
 from trimtab_common.run_record import RunRecord, rows_fingerprint
 from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
