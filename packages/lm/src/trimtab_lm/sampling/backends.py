@@ -13,7 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedT
 from trimtab_common.accelerators import multiplies_in_float32
 from trimtab_common.seeding import private_rng
 from trimtab_common.sharding import whole_weights
-from trimtab_lm.compat.attention import attention_of
+from trimtab_lm.compat.models import attention_of
 from trimtab_lm.interface import Model, base_of, learns_prompt
 from trimtab_lm.sampling.generate import AS_MANY_AS_FIT, Completer, eos_token_ids
 from trimtab_lm.sampling.rollout import (

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from trimtab_common.accelerators import multiplies_in_float32
 from trimtab_common.sharding import whole_weights
-from trimtab_lm.compat.attention import attention_of
+from trimtab_lm.compat.models import attention_of
 from trimtab_lm.interface import Batch, Forward, Model, base_of, decoder_config, learns_prompt, trunk_of
 from trimtab_lm.tokens.attention import attends_fully, is_verified
 from trimtab_lm.tokens.dropout import without_dropout

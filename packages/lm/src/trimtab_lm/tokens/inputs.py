@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
-from trimtab_lm.compat.attention import attention_of
+from trimtab_lm.compat.models import attention_of
 from trimtab_lm.interface import Batch, Forward, Model, ModelInputs, base_of
 from trimtab_lm.tokens.attention import attends_fully, tree_mask
 from trimtab_lm.tokens.fast import GroupMask

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trimtab_lm.compat.attention import plain_tensors, tree_map
+from trimtab_lm.compat.models import plain_tensors, tree_map
 from trimtab_lm.tokens.attention import tree_mask
 
 
