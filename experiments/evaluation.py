@@ -9,7 +9,8 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from experiments.run_folders import sampled
-from trimtab_lm.sampling.generate import pad, response_texts
+from trimtab_lm.sampling.generate import response_texts
+from trimtab_lm.tokens.layout import pad
 from trimtab_lm.tokens.logprobs import LanguageHead, exact_kl
 from trimtab_lm.tokens.scores import TokenScores
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from trimtab_lm.sampling.generate import pad
+from trimtab_lm.tokens.layout import pad
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from experiments.sentiment_ppo import load
 from trimtab_common.formulas.masking import explained_variance
 from trimtab_lm import PPOConfig
 from trimtab_lm.ppo.loss import clipped_value_loss, gae, per_token_rewards
-from trimtab_lm.sampling.generate import pad
+from trimtab_lm.tokens.layout import pad
 
 TOKENS, BATCH, MINIBATCH, STEPS = 16, 32, 16, 30  # as in reproduce.yaml
 RATES, EPOCHS, SEEDS = (1e-5, 2e-5, 3e-5, 1e-4, 2e-4, 3e-4, 1e-3), (1, 2, 4, 8), range(8)

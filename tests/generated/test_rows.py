@@ -24,10 +24,10 @@ from trimtab_lm.data.tokenization import (
 from trimtab_lm.data.truncation import truncate_columns, truncate_pair, truncate_row
 from trimtab_lm.reward.collator import PairCollator
 from trimtab_lm.rewards.functions import RewardSet, as_completions
-from trimtab_lm.sampling.generate import cut_at_eos, pad, response_texts
+from trimtab_lm.sampling.generate import cut_at_eos, response_texts
 from trimtab_lm.sft.config import SFTConfig
 from trimtab_lm.sft.data import pack
-from trimtab_lm.tokens.layout import TokenGroup, best_fit, lay_out, lean_width
+from trimtab_lm.tokens.layout import TokenGroup, best_fit, lay_out, lean_width, pad
 from trimtab_lm.tokens.positions import Positions
 
 from .inputs import anything, odd_text, result_or_our_error

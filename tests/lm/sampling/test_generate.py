@@ -5,8 +5,9 @@ from tests.lm import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trimtab_lm.sampling.generate import cut_at_eos, pad, response_texts
+from trimtab_lm.sampling.generate import cut_at_eos, response_texts
 from trimtab_lm.sampling.rollout import sampling_config
+from trimtab_lm.tokens.layout import pad
 
 EOS, PAD = 1, 0
 

@@ -17,8 +17,9 @@ from transformers import (
 )
 
 from trimtab_lm.sampling.fast.loop import LARGE_VOCABULARY, LOOK_EVERY, draw, draw_by_inversion
-from trimtab_lm.sampling.generate import Completer, cut_at_eos, eos_token_ids, pad
+from trimtab_lm.sampling.generate import Completer, cut_at_eos, eos_token_ids
 from trimtab_lm.sampling.rollout import sampling_config
+from trimtab_lm.tokens.layout import pad
 
 LIMIT = 12
 SEVERAL_ENDS = [tiny.EOS, 9, 10, 11]

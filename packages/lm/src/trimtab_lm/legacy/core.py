@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, TopKLogitsWarper, TopPLogitsWa
 from trimtab_common.config import flattened
 from trimtab_common.formulas import masking
 from trimtab_common.seeding import set_seed as set_seed  # one of trl.core's names
-from trimtab_lm.sampling.generate import pad
+from trimtab_lm.tokens.layout import pad
 from trimtab_lm.tokens.scores import TokenScores, score_logits
 
 WANDB_PADDING = -1

@@ -15,9 +15,9 @@ from trimtab_common.health import check_rows, warn_at_start
 from trimtab_common.reward_checks import checked_scores
 from trimtab_common.stats import total_over_ranks
 from trimtab_lm.compat.generation import cache_found, cache_names
-from trimtab_lm.sampling.generate import pad
 from trimtab_lm.sampling.rollout import SAMPLING_ALONE, RolloutBackend, takes_rows
 from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
+from trimtab_lm.tokens.layout import pad
 
 from .experience import Experience
 from .passes import Trainer, padded_inputs, score

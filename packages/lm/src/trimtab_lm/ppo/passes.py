@@ -17,9 +17,8 @@ from trimtab_common.formulas.kl import FixedKLController
 from trimtab_common.run import Run
 from trimtab_common.stats import Stats
 from trimtab_lm.models.value_head import PreTrainedModelWrapper
-from trimtab_lm.sampling.generate import pad
 from trimtab_lm.sampling.rollout import RolloutBackend
-from trimtab_lm.tokens.layout import TokenGroup, lay_out
+from trimtab_lm.tokens.layout import TokenGroup, lay_out, pad
 from trimtab_lm.tokens.logprobs import exact_kl
 from trimtab_lm.tokens.scores import score_logits
 

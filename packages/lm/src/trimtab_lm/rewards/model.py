@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
-from trimtab_lm.sampling.generate import pad
+from trimtab_lm.tokens.layout import pad
 from trimtab_lm.tokens.positions import Positions
 
 

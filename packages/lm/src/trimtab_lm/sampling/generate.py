@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig
 
 from trimtab_common.accelerators import memory_of
@@ -15,6 +14,7 @@ from trimtab_common.sharding import whole_weights
 from trimtab_common.tracking import progress
 from trimtab_lm.compat.generation import CACHE, cache_found, cache_names, has_selectable_cache
 from trimtab_lm.interface import Model, base_of, decoder_config, learns_prompt
+from trimtab_lm.tokens.layout import pad
 from trimtab_lm.tokens.positions import Positions, positioned
 from trimtab_lm.tokens.router import has_router_loss
 
@@ -92,14 +92,6 @@ def response_texts(
         is_continued = whole.startswith(start)
         texts.append(whole[len(start) :] if is_continued else tokenizer.decode(response, skip_special_tokens=True))
     return texts
-
-
-def pad(rows: Sequence[Tensor], value: int, *, side: str = "right") -> tuple[Tensor, Tensor]:
-    """Rows [T_i] as one tensor [B, max T] and its mask, padded on a side. The mask tells padding, not the value."""
-    rows = [row.to(rows[0]) for row in rows]
-    counts = [torch.ones_like(row, dtype=torch.long) for row in rows]
-    padded = pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
-    return padded, pad_sequence(counts, batch_first=True, padding_side=side)
 
 
 def batches_of(

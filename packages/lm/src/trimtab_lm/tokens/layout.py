@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 Integers = npt.NDArray[np.int64]
 NOTHING: Integers = np.empty(0, dtype=np.int64)
@@ -287,10 +288,10 @@ def _encoder_decoder(
 ) -> dict[str, Tensor]:
     """Lays groups out for a model with an encoder: see `lay_out`."""
     assert decoder_start_token_id is not None
-    source, mask = pad_right([group.prefix for group in groups], pad_token_id)
+    source, mask = pad([torch.tensor(group.prefix, dtype=torch.long) for group in groups], pad_token_id)
     branches = [ids for group in groups for ids in group.branches]
     counts = [row for group in groups for row in group.counts]
-    read, read_mask = pad_right([[decoder_start_token_id, *ids[:-1]] for ids in branches], pad_token_id)
+    read, read_mask = pad([torch.tensor([decoder_start_token_id, *ids[:-1]]) for ids in branches], pad_token_id)
     # The decoder's inputs are shifted by one, so a token's place in the row is the place that predicts it.
     starts = range(0, read.numel(), read.shape[1])
     tokens = _with_tokens({}, [*zip(branches, counts, starts, starts, strict=True)])
@@ -300,9 +301,9 @@ def _encoder_decoder(
     return {**encoder, "decoder_input_ids": read, "decoder_attention_mask": read_mask, **tokens}
 
 
-def pad_right(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
-    """Returns rows of ids [rows, longest], padded with `value`, and their attention mask."""
-    width = max(len(row) for row in rows)
-    padded = torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=torch.long)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-    return padded, mask
+def pad(rows: Sequence[Tensor], value: int, *, side: str = "right") -> tuple[Tensor, Tensor]:
+    """Rows [T_i] as one tensor [B, max T] and its mask, padded on a side. The mask tells padding, not the value."""
+    rows = [row.to(rows[0]) for row in rows]
+    counts = [torch.ones_like(row, dtype=torch.long) for row in rows]
+    padded = pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
+    return padded, pad_sequence(counts, batch_first=True, padding_side=side)
