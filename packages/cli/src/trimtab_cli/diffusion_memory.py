@@ -113,7 +113,6 @@ def memory(pipeline: DiffusionPipeline, config: DDPOConfig, *, lora_rank: int) -
 
     Args:
         pipeline: as `without_weights` builds it; the call changes it.
-        config: the trainer's settings.
         lora_rank: the rank of the adapters that train. 0: all weights of the denoiser.
     """
     live: LiveBytes

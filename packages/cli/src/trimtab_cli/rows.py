@@ -41,7 +41,6 @@ def with_columns(rows: Dataset, names: Mapping[str, str]) -> Dataset:
     """The rows with columns renamed; a column that has a new name already makes room.
 
     Args:
-        rows: the dataset.
         names: from the new name to the present one.
 
     Raises:
@@ -60,7 +59,6 @@ def recognized(rows: Dataset, load_tokenizer: Callable[[], PreTrainedTokenizerBa
     place of the answer, and ShareGPT's pairs (conversations, chosen, rejected).
 
     Args:
-        rows: the dataset.
         load_tokenizer: called for alpaca's and gsm8k's rows. With a chat template, prompts and answers become
             conversations; without, texts, each prompt with a line break at its end.
     """

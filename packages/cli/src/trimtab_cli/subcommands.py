@@ -195,10 +195,7 @@ def settings(
     In a sweep, the folder that a run writes into is followed by the ids of the sweep and of the run.
 
     Args:
-        name: the subcommand's name.
-        argv: the words after it.
         kinds: the classes of its settings, that of the trainer at the end.
-        about: what --help says of it.
         recipe: its defaults, in place of those of the classes.
         without: fields that the subcommand has under another name.
 
@@ -340,7 +337,6 @@ def errors_in_one_line(
     """End the program with status 2 and one line at an error that the user can correct.
 
     Args:
-        name: the subcommand's name.
         kinds: kinds of errors; by default those of settings, models and data that cannot be used.
     """
     try:

@@ -75,11 +75,8 @@ def train(
     """Train on transformers.Trainer, evaluate, and save the model with its tokenizer; the last line says where.
 
     Args:
-        name: the subcommand's name.
-        about: what --help says of it.
         kind: makes the trainer of the model, the reward functions if there are any, its config and the data.
         configs: the classes of its settings besides the model and the data, that of the trainer at the end.
-        argv: the words after the subcommand.
         task: PEFT's name of what the model does; None: it writes texts.
     """
     recipe = defaults(name)

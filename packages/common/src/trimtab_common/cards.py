@@ -66,8 +66,6 @@ def write_model_card(
 
     Args:
         path: the folder, created where it does not exist.
-        trainer: name of the trainer's class.
-        method: name of the algorithm.
         paper: the algorithm's paper; an arXiv number becomes a link.
         usage: Python that loads the model; inside its double quotes {repo_id} becomes `repo_id`, or the folder, and
             {base} the base model.

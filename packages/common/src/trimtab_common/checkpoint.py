@@ -115,7 +115,6 @@ def save_checkpoint(
     Args:
         root: the folder of the run's checkpoints.
         step: steps done.
-        accelerator: tells the processes apart.
         weights: tensors by name, on any device; tied tensors are stored once. The main process writes them; each
             process writes its part of a tensor that is divided over the processes.
         state: trees of tensors, numbers, strings, lists and dicts, as `state_dict` returns; written in the same way.
@@ -216,7 +215,6 @@ def load_checkpoint(path: str | Path, *, accelerator: Accelerator, accepts_chang
 
     Args:
         path: a folder named checkpoint-<step>.
-        accelerator: tells the processes apart.
         accepts_changes: whether another number of processes may have written it. Random states are then not
             restored, and the checkpoint must hold no other state per process.
 

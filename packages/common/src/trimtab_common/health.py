@@ -27,7 +27,6 @@ class Alert:
     Args:
         name: the metric under which the alert is logged, `health/<condition>`.
         value: the quantity that missed its limit.
-        threshold: the limit.
         message: number, limit, cause and remedy.
     """
 
@@ -44,7 +43,6 @@ def alert_of(condition: Condition, readings: Sequence[tuple[Sign, Sequence[float
     """The alert of a condition; None unless the values of every sign are on the wrong side of its limit.
 
     Args:
-        condition: has the signs.
         readings: signs, their values at the latest checks, and what their limits are multiples of.
     """
     numbers, words = list[tuple[float, float]](), list[str]()
@@ -74,7 +72,6 @@ def warn_at_start(condition: Condition, gap: float, *, rounding: float) -> None:
     """Warns if a condition of the first step holds, such as `OTHER_REFERENCE`.
 
     Args:
-        condition: which of them.
         gap: its statistic, nats.
         rounding: nats by which two ways to the same log-probability may differ.
     """
@@ -187,8 +184,6 @@ class HealthMonitor:
         """Warns of what `check` finds.
 
         Args:
-            vitals: see `check`.
-            stats: see `check`.
             when: the step's name, for the warnings.
             warns: whether this process warns.
 

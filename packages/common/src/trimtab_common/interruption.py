@@ -145,7 +145,6 @@ class Interruption:
     callers call in loops of their own, begins with `begin_step` and ends with `end_step`.
 
     Args:
-        accelerator: the trainer's.
         close: closes the trackers with an exit status.
 
     Attributes:

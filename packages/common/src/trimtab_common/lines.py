@@ -25,8 +25,6 @@ class Lines:
         """Prints a line to stdout, above the bars that a terminal shows.
 
         Args:
-            done: steps so far.
-            numbers: statistics by name.
             prefix: what the watched names begin with, such as `eval_`.
         """
         seconds = time.monotonic() - self._started

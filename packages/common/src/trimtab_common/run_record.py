@@ -139,7 +139,6 @@ def result_settings(config: DataclassInstance, *, without: Collection[str], **fa
     """Returns the settings that can change a result, as plain JSON values.
 
     Args:
-        config: a dataclass.
         without: names of fields that change no result (where files go, what is logged), and prefixes that end in `*`.
         facts: more settings, such as the number of processes.
     """

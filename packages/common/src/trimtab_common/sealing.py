@@ -214,9 +214,6 @@ def publish(partial: Path, final: Path, facts: Mapping[str, object], *, required
 
     Args:
         partial: the folder; see `unfinished`.
-        final: its name.
-        facts: see `seal`.
-        required: see `seal`.
     """
     seal(partial, facts, required=required)
     aside = final.with_name(f"_{final.name}.replaced")

@@ -34,7 +34,6 @@ def sampling_seed(seed: int, *, rank: int, draw: int) -> int:
     It is a hash: adding strides (`seed + rank * 100003 + draw`) would make streams of different runs meet.
 
     Args:
-        seed: the run's seed.
         rank: the process's rank, below 2**32.
         draw: number of the draw, below 2**32.
 

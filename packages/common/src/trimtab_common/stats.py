@@ -103,8 +103,6 @@ class Surprise(Mean):
     errors of 0, and else what it has beyond them. It is negative at a lower temperature and under top_k or top_p.
 
     Args:
-        total: see `Mean`.
-        weight: see `Mean`.
         squares: the sum of the squared differences.
     """
 
@@ -136,7 +134,6 @@ class Variance:
 
     Args:
         count: how many numbers there are.
-        mean: their mean.
         squares: sum of their squared deviations from the mean.
     """
 
@@ -292,9 +289,6 @@ def on_host(stats: Stats) -> Stats:
 
 def gather_stats(stats: Mapping[str, object]) -> Stats:
     """Merges the statistics of all processes. One collective.
-
-    Args:
-        stats: this process's statistics; see `merge_stats`.
 
     Returns:
         Numbers and 1-D tensors, equal on all processes.

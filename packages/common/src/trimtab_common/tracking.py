@@ -175,7 +175,6 @@ class Tracker:
         grows would be uploaded whole at every step.
 
         Args:
-            name: the table's name.
             columns: their names, the same in every call.
             rows: texts, numbers or booleans; the first row fixes the type of each column. Keeps at most MAX_TABLE_ROWS
                 rows of a call, and MAX_CELL_CHARACTERS characters of a text.

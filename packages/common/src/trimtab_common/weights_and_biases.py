@@ -101,7 +101,6 @@ def init_wandb(kwargs: dict[str, Any], config: Mapping[str, object], folder: Pat
 
     Args:
         kwargs: arguments of `wandb.init`; `id` None: WANDB_RUN_ID, or a new one.
-        config: the run's settings.
         folder: W&B writes to folder/wandb.
 
     Raises:

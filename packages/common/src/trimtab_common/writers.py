@@ -26,7 +26,6 @@ class Writer:
 
     Args:
         accelerate: the tracker, before its start; `accelerator.get_tracker` reaches its methods.
-        config: the run's settings.
     """
 
     def __init__(self, accelerate: GeneralTracker, config: Mapping[str, object]) -> None:

@@ -72,8 +72,6 @@ def help_text(
     """The whole text.
 
     Args:
-        program: how the program is started.
-        description: what it does.
         flags_by_title: for the title of each configuration its flags.
         everything: whether to show all flags. Required ones stand first, then a configuration's own; those of other
             libraries stand last.

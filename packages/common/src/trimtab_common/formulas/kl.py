@@ -104,7 +104,6 @@ class AdaptiveKLController(FixedKLController):
     step alone. The integral may therefore be slow: give it a horizon of many steps.
 
     Args:
-        init_kl_coef: the coefficient at the start.
         target: KL in nats per response.
         horizon: episodes over which an error of 20% or more multiplies or divides the coefficient by about e^0.2.
         max_kl_coef: the largest coefficient. Without a bound the coefficient winds up while no penalty can lower the

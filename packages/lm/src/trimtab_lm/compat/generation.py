@@ -75,7 +75,6 @@ def cache_found(model: Model, takes: str, reads: str) -> Iterator[None]:
     `past_key_values` alone. Without its cache a step would read the last token only, and sample wrong tokens.
 
     Args:
-        model: generates inside the block.
         takes, reads: see `cache_names`.
     """
     is_peft = learns_prompt(model)

@@ -84,7 +84,6 @@ def row_format(
     """Returns the first of the accepted formats whose columns are all present.
 
     Args:
-        columns: the dataset's columns.
         accepted: the formats to try, in this order.
         needed_for: the name of the trainer, such as "SFT", for the message.
         text_field: the column of RowFormat.TEXT.

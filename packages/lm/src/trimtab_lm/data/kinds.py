@@ -14,7 +14,6 @@ def check_texts(*kinds: str, **values: object) -> None:
 
     Args:
         kinds: "text" or "messages" if only that kind is accepted; conversations must then have messages.
-        values: the row's values, by name.
     """
     for name, value in values.items():
         fits = {"text": isinstance(value, str), "messages": _is_conversation(value) and (not kinds or value)}

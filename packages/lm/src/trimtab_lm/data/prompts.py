@@ -180,16 +180,12 @@ def tokenize_prompts(
 
     Args:
         dataset: with a column of texts or conversations.
-        tokenizer: the policy's.
         is_encoder_decoder: whether an encoder reads the prompts.
         needed_for: the trainer's name for messages, such as "GRPO".
-        column: where the prompts are.
         into: the new column of token ids.
         max_length: longer prompts lose their beginning, but keep their BOS.
         max_completion_length: the maximum number of sampled tokens per prompt.
         positions: the model's positions; a prompt and its completion must fit into them.
-        chat_template_kwargs: arguments of the chat template.
-        num_proc: processes that tokenize.
 
     Raises:
         TypeError: the dataset is a stream, or no dataset at all.

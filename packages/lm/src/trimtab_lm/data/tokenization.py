@@ -96,11 +96,9 @@ def encode_prompt_completion(
     All of a completion counts, except the header that the template writes before an answer.
 
     Args:
-        tokenizer: the model's tokenizer.
         prompt, completion: two texts, which are concatenated, or two conversations, which the chat template writes.
         add_eos: whether the row must end in a stop token (see `stop_token_ids`). EOS is appended to a row that does not
             end in one. A conversation is cut after its last stop token, if only space follows.
-        tools, chat_template_kwargs: see the module.
 
     Raises:
         ValueError: the completion is empty, one of the two is a text and the other a conversation, the template writes
@@ -127,12 +125,9 @@ def encode_messages(
     """Returns `input_ids` of a conversation, and `assistant_masks`.
 
     Args:
-        tokenizer: the model's tokenizer.
-        messages: the conversation.
         assistant_only: whether only the answers count, each with its stop token and without its header. The answers
             are where the template has its generation marks, or between what the template writes up to the start and up
             to the end of each answer. Space after a stop token does not count. False: every token counts.
-        tools, chat_template_kwargs: see the module.
 
     Raises:
         ValueError: no token would count, or an answer cannot be located in the template's text.
@@ -177,10 +172,8 @@ def encode_preference(
     merge with one answer only, they belong to the answer in both rows, so that both measure the same text.
 
     Args:
-        tokenizer: the model's tokenizer.
         row: in a preference format, see `preference_parts`.
         encode: tokenizes a prompt and an answer; None: `encode_prompt_completion`.
-        tools, chat_template_kwargs: see the module.
 
     Raises:
         ValueError: the prompt has no token, or see `encode_prompt_completion`.
@@ -214,10 +207,8 @@ def encode_seq2seq(
     """Returns `input_ids` for the encoder and `labels` for the decoder; both end in EOS.
 
     Args:
-        tokenizer: the model's tokenizer.
         source: what the encoder reads.
         target: what the decoder writes; tokenized as a target, where the tokenizer distinguishes the two.
-        tools, chat_template_kwargs: see the module.
 
     Raises:
         ValueError: see `encode_prompt_completion`.

@@ -60,7 +60,6 @@ def truncate_row(
     first caller passes no stop_ids, the second does.
 
     Args:
-        ids: token ids.
         mask: 1 where a token counts.
         max_length: the most tokens that stay; None: all.
         mode: keep_start cuts the end, keep_end cuts the start.

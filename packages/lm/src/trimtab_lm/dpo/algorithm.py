@@ -59,8 +59,6 @@ def compare(
     """The losses of B pairs, router losses included, the implicit rewards of their answers, all [B], and their scores.
 
     Args:
-        boxes: the trainer.
-        model: the policy.
         batch: for the reference, with its log-probabilities where they are precomputed.
         tokens: the same, for `score`.
     """

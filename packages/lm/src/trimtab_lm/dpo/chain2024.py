@@ -86,7 +86,6 @@ class Chain2024:
     """The chain of one trainer, and values that its methods pass on outside 2024's signatures.
 
     Args:
-        trainer: whose methods form the chain.
         documented: the class that documents them.
     """
 

@@ -24,7 +24,6 @@ def observation_ids(
     """The token ids of an observation, to be appended to those of the turn before it.
 
     Args:
-        tokenizer: the policy's tokenizer.
         observation: see `Reply`. Messages become what the chat template writes between two answers.
         text: the turn before it.
         ids: the tokens of that turn. Where they do not end in a stop token, the template's comes first.

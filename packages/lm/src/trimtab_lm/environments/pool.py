@@ -51,7 +51,6 @@ class EnvironmentPool:
     """Environments that are reset for each episode and used again.
 
     Args:
-        make_environment: creates one.
         time_limit: seconds for a step, and for a reset.
         concurrency: calls at a time.
     """

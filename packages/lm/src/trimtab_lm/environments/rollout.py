@@ -74,7 +74,6 @@ class EnvironmentRollout:
     Args:
         backend: samples the turns; `settings.max_completion_length` is the limit of one turn.
         make_environment: creates an environment, such as its class. Environments are reset and used again.
-        tokenizer: the policy's.
         max_completion_length: the most tokens of an episode, observations included.
         max_turns: the most turns of the policy.
         role: the role of the message that a text or an error becomes, for policies with a chat template. None: the
@@ -140,9 +139,7 @@ class EnvironmentRollout:
 
         Args:
             prompts: rows of token ids, 1-D.
-            num_generations: episodes of each prompt.
             version: the number of the weights to sample from.
-            seed: seeds the sampling.
             rows: a row of the dataset for each prompt, whose columns the environments get; None: they get none.
         """
         assert self.model is not None, "sync comes before generate"

@@ -84,7 +84,6 @@ def prompt_loader(rows: Dataset | None, config: GRPOConfig, *, prompts_per_step:
 
     Args:
         rows: the training set; None is refused.
-        config: the trainer's config.
         prompts_per_step: prompts in an optimizer step, on this process.
     """
     if rows is None:

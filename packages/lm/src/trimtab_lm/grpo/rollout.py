@@ -44,7 +44,6 @@ class GroupSampler:
 
     Args:
         trainer: the GRPOTrainer whose backend samples from its policy, and whose recorder and table get the statistics.
-        rewards: scores completions.
         has_own_limit: whether the sampling backend does not go by `max_completion_length`.
 
     Attributes:
@@ -115,11 +114,9 @@ class GroupSampler:
         """Samples by the random numbers of a draw, see `sample`, and records statistics.
 
         Args:
-            rows: the prompts.
             draw: its number; in training the number of optimizer steps so far.
             updates: on this rollout; 0 in an evaluation.
             size: groups that the policy and the reference read at a time.
-            real_rows: see `sample`.
 
         Returns:
             The rollout with log-probabilities of the policy before the updates and of the reference; in training its
@@ -155,7 +152,6 @@ class GroupSampler:
 
         Args:
             rows: P rows with `prompt`, `prompt_ids` and the columns of the reward functions.
-            seed: seeds the random numbers.
             real_rows: the rows after these repeat others; the loss and the statistics leave them out. None: no repeats.
         """
         trainer, args, backend = self.trainer, self.config, self.trainer.backend
@@ -282,9 +278,6 @@ def reward_set_of(
 
     Args:
         reward_funcs: see `RewardSet`; with an environment, None leaves them out.
-        config: the trainer's config.
-        tokenizers: the tokenizers of reward models.
-        backend: samples the completions.
     """
     if takes_rows(backend):
         from trimtab_lm.environments.rollout import environment

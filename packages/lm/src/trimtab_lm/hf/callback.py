@@ -23,9 +23,6 @@ class AdapterCallback(TrainerCallback):
     It ends the process after the step in which SIGTERM or SIGINT came, once the step is logged and saved.
 
     Args:
-        trainer: whose callback it is.
-        checkpoints: the trainer's.
-        passes: the trainer's.
         saves: whether a run that ends by a signal is saved.
 
     Attributes:

@@ -40,7 +40,6 @@ def write_card(
 
     Args:
         trainer: a TrainerAdapter.
-        folder: where the model is saved.
         repo_id: the repository of the model; None: the folder.
         about: more facts on what the model was trained on.
         more: arguments of `write_model_card`, in place of those that the trainer knows.

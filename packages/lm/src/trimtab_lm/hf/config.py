@@ -76,8 +76,6 @@ def for_own_collators(config: Config, train_dataset: object, eval_dataset: objec
     because batches of different shapes cannot be sent to other processes.
 
     Args:
-        config: as the caller gave it.
-        train_dataset: the trainer's training set.
         eval_dataset: the trainer's evaluation set, or a dict of several.
     """
     config = copy.copy(config)

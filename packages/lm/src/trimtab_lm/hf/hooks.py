@@ -98,7 +98,6 @@ def _fitted(name: str, method: Method, *, parameters: int, shown: Method | None 
     """Returns a method that takes today's arguments; `shown`, or the method itself, if it takes them already.
 
     Args:
-        name: the hook's name.
         method: takes the trainer first.
         parameters: how many `shown` had in 2024.
         shown: whose parameters are counted; None: the method's.

@@ -30,11 +30,9 @@ def load_language_model(
     """Loads a model by hub id or folder; returns a model in memory unchanged.
 
     Args:
-        model: the model or its name.
         init_kwargs: arguments of `from_pretrained`, for a name only.
         kind: the class of transformers that loads the model; None: the model's configuration chooses between causal
             and encoder-decoder models.
-        kwargs: further arguments of `from_pretrained`.
 
     Raises:
         ValueError: init_kwargs for a model that is loaded.

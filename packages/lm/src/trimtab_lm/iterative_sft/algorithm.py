@@ -32,7 +32,6 @@ def batches_of_updates(
 
     Args:
         rows: what the caller passed to `step`, tokenized.
-        collate: from rows to a batch.
         batch_size: rows of a batch; the last one may be shorter.
         accumulation: batches of an update; the last one may have fewer.
         seed: the order depends on it alone.
@@ -46,7 +45,6 @@ def update(batches: Sequence[Batch], optimizer: Optimizer, *, count: Tensor) -> 
     """One optimizer step: descends -log p, averaged over the tokens of all batches and processes.
 
     Args:
-        batches: this process's batches.
         optimizer: differentiates `loss` and takes the step.
         count: how many tokens of all batches and processes have a label.
 

@@ -138,8 +138,6 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             resume_from_checkpoint: a checkpoint's folder, or True for the last one in output_dir. A checkpoint that was
                 saved in the middle of a call of `step` needs that call again, with the same rows: its updates that were
                 done are left out.
-            trial: as in transformers.
-            ignore_keys_for_eval: as in transformers.
             kwargs: none; the documented signature has them.
 
         Raises:

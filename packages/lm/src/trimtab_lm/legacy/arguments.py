@@ -157,8 +157,6 @@ def config_from(args: TrainingArguments | None, kind: type[Config], **changes: o
     Args:
         args: an instance of `kind`, which is returned itself if there are no changes; a plain TrainingArguments; or
             None for the defaults with output_dir "trainer_output".
-        kind: the config class.
-        changes: fields to set.
 
     Raises:
         TypeError: args is no TrainingArguments.
@@ -248,7 +246,6 @@ def takes_constructor_of_2024(
     documented defaults.
 
     Args:
-        kind: the trainer's config.
         signature: the old constructor, such as `DPO`.
 
     Raises:

@@ -31,20 +31,17 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
     count them. Infinite data and streams have no length; they need max_steps.
 
     Args:
-        tokenizer: the model's tokenizer.
         dataset: an iterable of rows.
         dataset_text_field: the column of the texts.
         formatting_func: a function from a row to its text, instead of dataset_text_field. Without either the rows are
             tokenized: their `input_ids` count where their `labels`, if there are any, are not -100.
         infinite: whether to begin again at the end.
-        seq_length: tokens of a row.
         num_of_sequences: texts of about so many rows are tokenized together, and their rows are shuffled.
         chars_per_token: how many characters make a token, for that estimate.
         eos_token_id: the EOS, for a tokenizer without one.
         shuffle: whether to shuffle, by a generator that depends on `seed` and the epoch alone.
         append_concat_token: whether to append EOS to each text.
         add_special_tokens: whether the tokenizer adds its special tokens.
-        seed: seeds the shuffling.
 
     Raises:
         ValueError: dataset_text_field and formatting_func came together.

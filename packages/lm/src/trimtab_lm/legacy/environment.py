@@ -32,7 +32,6 @@ class TextHistory:
     Args:
         text: the first segment, which is the query.
         tokens: its ids, [Q].
-        system: whether the system wrote it.
 
     Attributes:
         token_masks: [T], 1 where the model wrote the token.
@@ -53,11 +52,6 @@ class TextHistory:
 
     def append_segment(self, text: str, tokens: Tensor, system: bool = True) -> None:
         """Appends a segment.
-
-        Args:
-            text: the segment's text.
-            tokens: its ids.
-            system: whether the system wrote it.
 
         Raises:
             ValueError: it is empty.
@@ -124,7 +118,6 @@ class TextEnvironment:
 
     Args:
         model: with a value head, or without.
-        tokenizer: the model's tokenizer.
         tools: functions from a text to a text: a dict by name, or a list, named by their classes.
         reward_fn: `(last segments, **keywords of run) -> rewards`.
         prompt: what each task begins with.
@@ -167,10 +160,6 @@ class TextEnvironment:
         self, queries: Sequence[str], **rewards_kwargs: Any
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Any], list[TextHistory]]:
         """Solves tasks.
-
-        Args:
-            queries: the tasks.
-            rewards_kwargs: for `reward_fn`.
 
         Returns:
             Queries, responses and the responses' masks, rows of tokens as `PPOTrainer.step` takes them; the rewards,
@@ -246,7 +235,6 @@ class TextEnvironment:
         """Whether a conversation is cut, and whether it is over.
 
         Args:
-            history: the conversation.
             model_turn: whether the last segment is the model's, which must call a tool or submit.
         """
         last = history.last_text_segment

@@ -94,7 +94,6 @@ class TrlParser(HfArgumentParser):
     """A parser of dataclasses whose defaults a YAML file may replace: `--config FILE`.
 
     Args:
-        dataclass_types: the dataclasses.
         ignore_extra_args: whether the file may hold arguments that no dataclass declares.
     """
 
@@ -207,7 +206,6 @@ def setup_chat_format(
     Args:
         model: gets embeddings for the new tokens, and their ids in its configs.
         tokenizer: gets the tokens and the template.
-        format: the only one.
         resize_to_multiple_of: the number of embeddings becomes a multiple of this.
 
     Returns:

@@ -23,8 +23,6 @@ class Argument(NamedTuple):
     """An argument of an old config.
 
     Args:
-        annotation: its type.
-        default: its documented default.
         advice: what to write instead, for the warning or the error.
         translate: sets the new field; None if every value but the default is an error.
     """

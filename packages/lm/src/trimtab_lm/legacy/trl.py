@@ -97,9 +97,6 @@ def install() -> None:
 def main(argv: Sequence[str]) -> None:
     """Runs a script.
 
-    Args:
-        argv: its file, and its arguments.
-
     Raises:
         SystemExit: there is no such file.
     """

@@ -97,7 +97,6 @@ def neftune_post_forward_hook(module: Any, input: object, output: Tensor) -> Ten
 
     Args:
         module: with `neftune_noise_alpha`, the scale of the noise.
-        input: the module's input.
         output: [B, T, H].
 
     Returns:

@@ -80,7 +80,6 @@ def find_value_head(source: str, is_adapter: bool, hub: dict[str, Any]) -> Store
     """Returns the value head of a stored model, or None without one.
 
     Args:
-        source: a folder or hub id.
         is_adapter: whether the folder holds adapters rather than a whole model.
         hub: cache_dir, revision, token and other options of the download.
     """

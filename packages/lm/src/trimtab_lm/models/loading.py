@@ -30,7 +30,6 @@ def load_model(
 
     Args:
         kind: the transformers class that loads it.
-        source: hub id or folder.
         args, kwargs: arguments of `kind.from_pretrained`.
         is_trainable: whether a loaded adapter can train.
         hub: the part of kwargs that concerns the download, for the adapter.
@@ -72,7 +71,6 @@ def prepared_for_adapter(model: PreTrainedModel, **kbit: Any) -> PreTrainedModel
     """Prepares a model for an adapter: a quantized one needs float32 norms, and inputs that require gradients.
 
     Args:
-        model: quantized or not.
         kbit: options of PEFT's `prepare_model_for_kbit_training`.
     """
     quantized = getattr(model.config, "quantization_config", None) is not None

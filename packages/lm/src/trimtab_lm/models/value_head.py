@@ -286,7 +286,6 @@ class PreTrainedModelWrapper(nn.Module):
             input_ids: [B, T], query and response.
             attention_mask: [B, T], 0 at padding on either side; default: no padding.
             ppo_adapter_name: the adapter that is active afterwards; default: the one that was active before.
-            kwargs: for the model's forward pass.
 
         Returns:
             [B, T, labels], the score of the text up to each token.
@@ -339,7 +338,6 @@ class PreTrainedModelWrapper(nn.Module):
         """Writes the wrapped model with its own `save_pretrained`, and `value_head.safetensors` into the same folder.
 
         Args:
-            save_directory: the folder.
             state_dict: the weights, where the caller gathered them from several processes; default: this model's.
             is_main_process: False on a process that must not write.
             push_to_hub: whether to upload the folder afterwards, as the repository `repo_id` (default: the folder's

@@ -131,7 +131,6 @@ def check_rollout(rollout: Experience, *, other_reference_from: float | None) ->
     """The rollout with its columns on the host, where they are checked; waits for the device once.
 
     Args:
-        rollout: evaluated.
         other_reference_from: nats from which policy and reference differ: before the first update they are the same
             model, unless the caller gave another reference. None: there were updates.
 

@@ -30,8 +30,6 @@ def resume(run: Run, config: PPOConfig, where: str | Path | None) -> None:
     """Resumes from a checkpoint, or begins a run in the config's `output_dir`.
 
     Args:
-        run: the trainer's run.
-        config: the trainer's config.
         where: a checkpoint's folder, or "latest" for the newest in `output_dir`, if there is one; None: begin.
 
     Raises:
@@ -62,10 +60,8 @@ def write_policy(
 
     Args:
         trainer: a PPOTrainer.
-        folder: is created if need be.
         weights: what `full_weights` returned.
         repo_id: what the model is loaded by; None: the folder's name.
-        kwargs: arguments of the model's `save_pretrained`.
     """
     if trainer.accelerator.is_main_process:
         trainer.model.save_pretrained(folder, **{"state_dict": weights, **kwargs})

@@ -35,7 +35,6 @@ class OptimizerStep:
         where all minibatches are left out.
 
         Args:
-            loss: the minibatch's loss.
             ratio: to the policy before the updates, the minibatch's mean.
             step: PPO steps done before, for the error.
 

@@ -178,7 +178,6 @@ def score(
         responses: their lengths are used.
         model_inputs: the ids, as from `padded_inputs`, padded on either side. On the host nothing waits for a device.
         response_masks: for each response, 1 where a token counts; None: all count.
-        padding: what layouts add.
         options: arguments of `ActorCritic.forward`.
     """
     read = {name: column.cpu().numpy() for name, column in model_inputs.items()}

@@ -202,7 +202,6 @@ class ReferencePolicy(nn.Module):
     It is put on the accelerator's device, and sharded where the policy is.
 
     Args:
-        actor: the policy, not wrapped.
         reference: the reference of the KL penalty; switches adapters and gradients off.
         ref_model: the same with a value head, which is not used; None where the policy is its own reference.
         accelerator: that prepared the policy, and has its precision.

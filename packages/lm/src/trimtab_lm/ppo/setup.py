@@ -167,7 +167,6 @@ def optimizers_of(
         config: the learning rates, and their warm-up.
         optimizer: the caller's; None: Adam.
         lr_scheduler: the caller's; None: the warm-up that the config asks for.
-        model: policy and value function.
 
     Raises:
         ValueError: nothing trains, the caller's optimizer lacks parameters, or the config has settings for another one.
@@ -276,13 +275,7 @@ def run_of(trainer: Trainer, pending: Stateful | None) -> Run:
 
 
 def rewards_of_run(trainer: Trainer, reward: Any, weights: Sequence[float] | None) -> RewardSet:
-    """The reward functions of a run; none if an environment gives the rewards.
-
-    Args:
-        trainer: its parts so far.
-        reward: see `PPOTrainer.train`; None: `config.reward_model`.
-        weights: one per reward; None: 1.
-    """
+    """The reward functions of a run; none if an environment gives the rewards."""
     reward = trainer.config.reward_model if reward is None else reward
     if reward is None and not takes_rows(trainer.rollout):
         raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")

@@ -27,7 +27,6 @@ def score(
     """Scores [2B, labels] of sequences, chosen and rejected of each pair in turn, and the loss of a router.
 
     Args:
-        model: a classifier.
         rows: see `collator.pair_rows`.
         reads_tokens: whether the model's forward takes `tokens` and scores each sequence at its end.
     """

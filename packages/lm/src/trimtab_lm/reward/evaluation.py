@@ -29,11 +29,7 @@ def pair_statistics(columns: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 class PairTable:
-    """The first pairs of an evaluation with their scores, until a table of the trackers shows them.
-
-    Args:
-        most: how many pairs are kept.
-    """
+    """The first pairs of an evaluation with their scores, until a table of the trackers shows them."""
 
     def __init__(self, most: int) -> None:
         self.most, self.name = most, "eval_pairs"

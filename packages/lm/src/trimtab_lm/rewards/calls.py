@@ -20,7 +20,6 @@ def accepted(function: Callable[..., object], what: str, arguments: Mapping[str,
     """Select the arguments that the signature of a function takes.
 
     Args:
-        function: will be called with them.
         what: the function, as the error begins.
         arguments: all that there are, by name.
 

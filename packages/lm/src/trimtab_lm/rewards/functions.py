@@ -228,7 +228,6 @@ def as_function(
     """Converts a reward function or model to a function with keywords.
 
     Args:
-        function: see `RewardSet`.
         tokenizer: the reward model's tokenizer; None for a model that is given by name.
         device: for a reward model; None leaves a module where it is.
         batch_size: texts that a reward model reads at a time.
@@ -264,8 +263,6 @@ def rewards_of(
             `takes_queries`.
         weights: one per function; None: 1.
         tokenizer: the tokenizer of reward models that are given as modules.
-        device: for reward models.
-        timeout: see `RewardSet`.
     """
     functions = [
         RewardModel(one, tokenizer, device=device) if isinstance(one, nn.Module) else one

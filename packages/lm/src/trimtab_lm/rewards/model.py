@@ -20,7 +20,6 @@ class RewardModel:
         label: the label whose logit is the score, of a model with several.
         max_length: in tokens; longer texts lose their beginning. None: the positions of the model.
         batch_size: texts of a forward pass.
-        device: for the model.
 
     Raises:
         ValueError: a module without a tokenizer, or a model of several labels without `label`.

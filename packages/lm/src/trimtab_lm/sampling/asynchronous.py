@@ -118,8 +118,6 @@ class AsynchronousRollout:
         Args:
             policy_step: optimizer steps that the policy has taken, for the rollouts that it samples.
             upcoming: prompts to sample from ahead once the rollout of this step is taken; None: nothing.
-            num_generations: completions of each prompt.
-            seed: seeds the sampling ahead.
         """
         self._policy_step, self._upcoming = policy_step, None
         if upcoming is not None:

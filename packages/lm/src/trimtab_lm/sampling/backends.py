@@ -44,8 +44,6 @@ def make_backend(
 
     Args:
         name: one of `BACKENDS`.
-        settings: how completions are drawn.
-        tokenizer: the policy's.
         options: further arguments of TransformersRollout, ContinuousBatchingRollout, VLLMRollout or VLLMServerRollout.
 
     Raises:
@@ -68,8 +66,6 @@ class TransformersRollout:
     """Samples by transformers' `generate`: any causal or encoder-decoder model, PEFT models too.
 
     Args:
-        settings: how completions are drawn.
-        tokenizer: the policy's.
         batch_size: completions to sample at a time; by default as many as fit, see `completions_at_a_time`.
         share_prompts: run a prompt through a causal model once for its whole group, where the cache can be repeated
             (attention in every layer; with linear attention or prompt learning each completion runs its prompt). An

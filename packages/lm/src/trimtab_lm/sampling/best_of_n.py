@@ -20,11 +20,9 @@ class BestOfNSampler:
 
     Args:
         model: a causal or encoder-decoder model, with a value head or adapters or without.
-        tokenizer: the model's.
         queries_to_scores: from a list of texts (query and response; the response alone of an encoder-decoder model) to
             one score each.
         length_sampler: called for the number of new tokens of each query, such as LengthSampler; None with `rollout`.
-        sample_size: samples of each query.
         seed: seeds the sampling, which leaves the global random numbers alone; None draws a seed from them.
         n_candidates: the number of samples to keep.
         generation_config: settings of the sampling; it is plain, at temperature 1, where they say nothing.

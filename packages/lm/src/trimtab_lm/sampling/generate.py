@@ -102,7 +102,6 @@ def batches_of(
     Args:
         prompts: rows of token ids, [T] each.
         batch_size: completions at a time, at most.
-        num_generations: completions of each prompt.
         is_split: prompts of one batch have one length. PEFT puts a learned prompt before the padding, which would
             otherwise stand inside the text.
 
@@ -131,7 +130,6 @@ def completions_at_a_time(model: Model, tokens: int, *, read: int) -> int:
     be free does not count, so that a seed gives the same samples again.
 
     Args:
-        model: a transformers model.
         tokens: the length of the longest prompt with its completion, in tokens.
         read: the length of the longest prompt.
 
@@ -172,7 +170,6 @@ def generate(
         model: a transformers model, in eval mode.
         queries: rows of token ids, [T] each.
         config: complete, from `sampling_config`.
-        eos_ids: tokens that end a response.
         batch_size: queries at a time; by default as many as fit.
         return_prompt: whether a response begins with its query; means nothing to an encoder-decoder model.
         kwargs: further arguments of the model's `generate`.
@@ -193,7 +190,6 @@ class Completer:
     Args:
         model: a transformers model, in eval mode.
         config: complete, from `sampling_config`.
-        eos_ids: tokens that end a completion.
         batch_size: completions at a time; by default as many as fit, see `completions_at_a_time`.
         share_prompts: run a prompt once for its whole group, where the cache can be repeated.
         kwargs: further arguments of the model's `generate`.
@@ -296,7 +292,6 @@ def prompt_cache(model: Model, input_ids: Tensor, attention_mask: Tensor, *, rep
         model: a transformers model, in eval mode.
         input_ids: [P, T].
         attention_mask: [P, T], 0 at padding.
-        repeats: completions of each prompt.
         name: the forward's argument for the cache.
 
     Returns:

@@ -83,7 +83,6 @@ class RolloutBackend(Protocol):
 
         Args:
             model: a PreTrainedModel or PeftModel, unwrapped.
-            version: the number of the weights.
         """
         ...
 
@@ -94,9 +93,7 @@ class RolloutBackend(Protocol):
 
         Args:
             prompts: rows of token ids, 1-D.
-            num_generations: completions of each prompt.
             version: the number of the weights to sample from.
-            seed: seeds the sampling.
 
         Raises:
             StaleWeightsError: the sampler does not hold `version`.

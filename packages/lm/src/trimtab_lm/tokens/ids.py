@@ -21,7 +21,6 @@ def check_ids(name: str, column: Sequence[Any], vocab_size: int, *, ignored: int
 
     Args:
         name: the list's name, for the errors.
-        column: its rows.
         vocab_size: ids are below it.
         ignored: an id that is allowed too, such as -100 in labels.
 

@@ -184,7 +184,6 @@ class LanguageHead:
         Args:
             tokens: a batch of `lay_out`, or rows of model inputs, padded on either side, with the columns of
                 `from_labels`. `source` [N] names places in any order and with repetitions.
-            temperature: the temperature of the softmax.
             is_summed: see `score_linear`; makes no difference to a head that is no plain linear layer.
             needs_read: whether the result holds what `logits` reads at the places of `source`.
             needs_state: whether it holds the decoder's last hidden state there, for a value head.
@@ -276,7 +275,6 @@ def exact_kl(
     Args:
         policy, ref: functions from what a head reads at n positions to logits [n, V], such as `LanguageHead.logits`.
         policy_read, ref_read: what the two heads read at the same N positions.
-        vocab_size: V.
         temperature: the temperature of both distributions.
 
     Returns:

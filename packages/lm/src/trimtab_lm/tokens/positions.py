@@ -68,7 +68,6 @@ class Positions(NamedTuple):
         """Checks that `new` tokens can be sampled after a prompt of `prompt` tokens.
 
         Args:
-            prompt: tokens of the prompt.
             new: the maximum number of sampled tokens.
             is_encoder_decoder: whether an encoder reads the prompt.
             remedy: the last sentence of the message.

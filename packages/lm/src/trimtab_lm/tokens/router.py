@@ -60,7 +60,6 @@ def classifier_router_loss(
     In transformers only causal models return it.
 
     Args:
-        model: the classifier.
         router_logits: one for each layer, [B * T, experts]; None for a model without them.
         mask: [B, T], 1 where a token counts; None: everywhere.
         states: that the same forward pass gave to the head.

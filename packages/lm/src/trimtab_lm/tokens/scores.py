@@ -46,7 +46,6 @@ def score_logits(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -
     Args:
         logits: [N, V], any floating dtype.
         targets: [N], ids of the chosen tokens.
-        temperature: the temperature of the softmax.
 
     Returns:
         Scores that are differentiable in the logits.
@@ -63,8 +62,6 @@ def score_chunks(
         head: from [n, H] to logits [n, V].
         hidden: [N, H].
         targets: [N], ids of the chosen tokens.
-        vocab_size: V.
-        temperature: the temperature of the softmax.
     """
 
     def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +83,6 @@ def score_linear(
         hidden: [N, H], any floating dtype.
         head: [V, H], the LM head.
         targets: [N], ids of the chosen tokens.
-        temperature: the temperature of the softmax.
         is_summed: whether the loss is a sum or a mean of the log-probabilities. Its gradient is then computed in
             forward, and no logits twice. The gradient of another loss is right too, and costs more.
 
@@ -321,7 +317,6 @@ def _gradient(
     Args:
         of_logprobs, of_entropy: [n], the gradients with respect to the two scores; None: 0.
         exponentials, total, entropy, targets: see `_score`.
-        temperature: the temperature of the softmax.
         out: a buffer [n, V] for the result, other than the exponentials; None: a new one.
     """
     of_logprobs = torch.zeros_like(entropy) if of_logprobs is None else of_logprobs / temperature

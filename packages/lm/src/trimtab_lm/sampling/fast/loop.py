@@ -49,7 +49,6 @@ def loop_for(
     Warns where completions that have ended stay in the batch, once for each model and its reasons.
 
     Args:
-        model: a transformers model.
         config: complete, from `sampling_config`.
         kwargs: further arguments of the model's `generate`.
         neutral: values with which settings change nothing.
@@ -87,13 +86,11 @@ def decode(
     """The loop of transformers' `generate`, for its argument `custom_generate`; see `draw` for what differs.
 
     Args:
-        model: the transformers model.
         input_ids: [B, T].
         logits_processor: from ids [b, t] and scores [b, V] to scores; works on each row by itself.
         stopping_criteria: those that `generate` makes of `generation_config`, which says it all: a completion ends with
             an end token or at the length limit.
         generation_config: asks for greedy search or for sampling.
-        inputs: further arguments of `prepare_inputs_for_generation`.
 
     Returns:
         The new tokens [B, R], and the log-probability of each in nats under the distribution from which it was drawn,

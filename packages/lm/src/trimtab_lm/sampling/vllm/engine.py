@@ -41,14 +41,11 @@ class VLLMRollout:
     into what is sent and never into the policy.
 
     Args:
-        settings: how completions are drawn.
-        tokenizer: the policy's.
         model: hub id or folder that the engine is built from, of the policy's architecture and sizes; None: the
             policy's own `name_or_path`, at the first `sync`.
         gpu_memory_utilization: share of the device's memory that the engine may take.
         enable_sleep_mode: give that memory back between rollouts. Sleeping drops the weights, so that they are sent
             again before each rollout.
-        engine_options: further arguments of `vllm.LLM`.
 
     Raises:
         ImportError: vLLM is missing, or older than `OLDEST_VLLM`.
@@ -229,8 +226,6 @@ def check_served(inspection: str, policy: PreTrainedModel, *, where: str) -> Non
 
     Args:
         inspection: the text of vLLM's `get_model_inspection`.
-        policy: the policy.
-        where: the subject of the message.
 
     Raises:
         ValueError: a size differs.

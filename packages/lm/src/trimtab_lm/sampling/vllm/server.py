@@ -48,8 +48,6 @@ class VLLMServerRollout:
     several training processes, the first sends and the others wait.
 
     Args:
-        settings: how completions are drawn.
-        tokenizer: the policy's.
         servers: their addresses, such as "http://localhost:8000". Prompts are spread over them.
         weight_transfer: "files" (see `WeightFiles`) or "nccl" (see `WeightBroadcast`), where trainer and servers run on
             GPUs.
