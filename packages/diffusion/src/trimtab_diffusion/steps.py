@@ -286,7 +286,9 @@ class Steps:
             Mean [B, ...] and standard deviation [B].
         """
         before, after = moved([self.before[index.cpu()], self.after[index.cpu()]], sample.device)  # one copy
-        eta = self._eta(index, sample)
+        eta: float | Tensor = self.eta
+        if self.window is not None:
+            eta = along(eta * self.has_noise(index).to(sample.dtype), sample)
         if self.is_flow:
             second = float(self.before[min(1, len(self) - 1)])
             return flow_gaussian(model_output, sample, sigma=before, sigma_next=after, sigma_second=second, eta=eta)
@@ -305,9 +307,6 @@ class Steps:
         """Whether steps [B] are in the window."""
         first, end = self.window or (0, len(self))
         return (first <= index) & (index < end)
-
-    def _eta(self, index: Tensor, like: Tensor) -> float | Tensor:
-        return self.eta if self.window is None else along(self.eta * self.has_noise(index).to(like.dtype), like)
 
     def noised(self, x0: Tensor, noise: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the noised x0 from which steps begin, and what the denoiser should predict there.

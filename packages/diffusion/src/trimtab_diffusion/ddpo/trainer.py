@@ -27,7 +27,7 @@ from trimtab_diffusion.training.sampling import (
     RewardFunction,
     captioned,
     draw_prompts,
-    relative_to_all,
+    of_all_processes,
     rewards_of,
 )
 from trimtab_diffusion.training.setup import reference_of
@@ -197,16 +197,14 @@ class DDPOTrainer(PipelineTrainer):
         Returns:
             [B], float32.
         """
-        limit = self.config.train_adv_clip_max
-
-        def advantages(texts: Sequence[str], scores: Tensor, numbers: Tensor) -> Tensor:
-            if self.config.is_regression:
-                return advantages_of(scores, numbers, self.config)
-            if self.prompt_stats is not None:
-                return self.prompt_stats.update(texts, scores).clamp(-limit, limit)
-            return advantages_of(scores, numbers, self.config).clamp(-limit, limit)
-
-        return relative_to_all(prompts, rewards, advantages)
+        every, limit = of_all_processes(prompts, rewards), self.config.train_adv_clip_max
+        if self.prompt_stats is not None and not self.config.is_regression:
+            advantages = self.prompt_stats.update(every.prompts, every.rewards)
+        else:
+            advantages = advantages_of(every.rewards, every.numbers, self.config)
+        if not self.config.is_regression:
+            advantages = advantages.clamp(-limit, limit)
+        return advantages[every.here].float()
 
     def calculate_loss(
         self,

@@ -27,7 +27,7 @@ from trimtab_diffusion.training.sampling import (
     captioned,
     draw_prompts,
     guidance_of,
-    relative_to_all,
+    of_all_processes,
     rewards_of,
 )
 from trimtab_diffusion.training.setup import reference_of
@@ -229,7 +229,8 @@ class DiffusionNFTTrainer(PipelineTrainer):
         Returns:
             [B], float32.
         """
-        return relative_to_all(prompts, rewards, lambda _, scores, numbers: optimality_of(scores, numbers, self.config))
+        every = of_all_processes(prompts, rewards)
+        return optimality_of(every.rewards, every.numbers, self.config)[every.here].float()
 
     def _log(self, epoch: int, samples: Samples, optimal: Tensor, parts: list[Stats]) -> None:
         """Merges an epoch's statistics over processes, checks their health, and sends them on. Collective."""

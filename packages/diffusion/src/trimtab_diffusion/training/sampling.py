@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import PartialState
@@ -60,26 +60,26 @@ def guidance_of(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig, c
     return scale | ({"negative_prompt": [config.negative_prompts or ""] * count} if config.is_guided else {})
 
 
-def relative_to_all(
-    prompts: Sequence[str], rewards: Tensor, compared: Callable[[Sequence[str], Tensor, Tensor], Tensor]
-) -> Tensor:
-    """What a comparison with all processes' samples says of this process's. Collective.
+class Everyones(NamedTuple):
+    """What all processes sampled: N prompts, their rewards [N] in float64, and numbers [N] that tell prompts apart.
 
-    Args:
-        prompts: B texts.
-        rewards: [B].
-        compared: takes all processes' N prompts, their rewards [N] in float64, and numbers [N] that are equal for equal
-            prompts; returns [N].
-
-    Returns:
-        [B], float32.
+    Attributes:
+        here: where this process's samples are among them.
     """
+
+    prompts: Sequence[str]
+    rewards: Tensor
+    numbers: Tensor
+    here: slice
+
+
+def of_all_processes(prompts: Sequence[str], rewards: Tensor) -> Everyones:
+    """Gathers the prompts of this process and their rewards [B]. Collective."""
     gathered = gather_over_ranks([*zip(prompts, rewards.tolist(), strict=True)])
     texts, values = zip(*chain(*gathered), strict=True)
     numbers = torch.tensor([*map(texts.index, texts)])
-    result = compared(texts, torch.tensor(values, dtype=torch.float64), numbers)
     before = sum(map(len, gathered[: PartialState().process_index]))
-    return result[before : before + len(prompts)].float()
+    return Everyones(texts, torch.tensor(values, dtype=torch.float64), numbers, slice(before, before + len(prompts)))
 
 
 def rewards_of(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, Any]:
