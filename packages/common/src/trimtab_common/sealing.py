@@ -168,23 +168,19 @@ def unfinished(final: Path) -> Path:
     return final.with_name(f"_{final.name}.partial")
 
 
-def verify(path: str | Path, *, unread: Collection[str] = ()) -> dict[str, Any]:
-    """Proves that a checkpoint holds what was sealed, and returns its manifest.
-
-    Args:
-        path: a folder named checkpoint-<step>.
-        unread: names of files whose size is checked, but not their contents.
+def verify(path: str | Path) -> dict[str, Any]:
+    """Proves that a checkpoint, a folder named checkpoint-<step>, holds what was sealed, and returns its manifest.
 
     Raises:
         CheckpointError: the manifest is missing or of another format, or a file is missing, truncated or changed.
     """
     manifest = read_manifest(Path(path))
-    verify_files(Path(path), manifest, unread=unread)
+    verify_files(Path(path), manifest)
     return manifest
 
 
 def verify_files(path: Path, manifest: Mapping[str, Any], *, unread: Collection[str] = ()) -> None:
-    """Proves that a checkpoint's files match its manifest; see `verify`."""
+    """Proves that a checkpoint's files match its manifest; of the `unread` ones their sizes alone. See `verify`."""
     for name, facts in manifest["files"].items():
         file = path / name
         if not file.is_file():
