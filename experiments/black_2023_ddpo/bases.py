@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from experiments.black_2023_ddpo import shapes
 from experiments.emoji import drawings, rewards
+from experiments.emoji.judging import IN_TURN
 from trimtab_diffusion.rewards import Reward
 
 
@@ -37,12 +38,6 @@ OF_EMOJI = (
     rewards.name_match,
     rewards.colour_match,
 )
-EMOJI_IN_TURN = tuple(
-    f"a {[*drawings.COLOURS][(name + turn) % len(drawings.COLOURS)]} {drawings.NAMES[name]}"
-    for turn in (1, 2, 3, 4, 5, 0)  # turn 0 is held out
-    for name in range(len(drawings.NAMES))
-)
-"""The captions of emoji, of which each 24 have each name once."""
 BASES = {
     "shapes": Base(
         shapes.CAPTIONS,
@@ -51,7 +46,7 @@ BASES = {
         ("rgb_alignment", "colour_match", "shape_match"),
     ),
     "emoji": Base(
-        EMOJI_IN_TURN,
+        IN_TURN,
         drawings.TRAINED,
         {measure.__name__: measure for measure in OF_EMOJI},
         ("recognised", "name_match", "colour_match"),

@@ -8,8 +8,8 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from experiments.black_2023_ddpo.bases import BASES
-from experiments.black_2023_ddpo.report import REACHABLE
 from experiments.black_2023_ddpo.train import OF_FILES, settings
+from experiments.emoji.judging import REACHABLE
 from experiments.emoji.measure import sampled
 from experiments.emoji.pretrain import SHIPPED
 

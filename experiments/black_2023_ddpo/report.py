@@ -11,17 +11,29 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from PIL import Image
-from torch import Tensor
 
 from experiments.black_2023_ddpo.bases import BASES
 from experiments.claims import Claim, Numbers
-from experiments.figures import Curve, curves, tiled
+from experiments.emoji.judging import (
+    AFTER,
+    BEFORE,
+    DURING,
+    KEPT,
+    QUALITY,
+    REACHABLE,
+    SHEETS,
+    at,
+    differences,
+    first_seed,
+    in_percent,
+    picture_rows,
+    qualities,
+)
+from experiments.figures import Curve, curves
 from experiments.margins import margin_fields
 from experiments.reports import Report, main, medians_in_words
-from experiments.run_folders import Run, by, of_seeds
+from experiments.run_folders import Run, by
 
-SHEETS = BEFORE, DURING, AFTER = "before.png", "during.png", "after.png"
 PAPER = "black_2023_ddpo"
 TITLE = "Rewards for what a diffusion model draws, by DDPO"
 CLAIM = (
@@ -32,9 +44,6 @@ CLAIM = (
 NAMES = {"is": "IS", "sf": "SF", "rwr": "RWR", "rwr_sparse": "RWR-sparse"}
 WITH_KL = ", KL"  # after the name of an estimator with a KL penalty to the base model
 CONTROL = "random"  # the reward of runs whose reward says nothing about the image
-QUALITY = "recognised"  # 1 where the classifier finds the caption's name and colour in the picture, else 0
-REACHABLE = {"agreement": 0.709, "jpeg_compressibility": 0.0431, "jpeg_incompressibility": 0.0391, "warmth": 0.0954}
-"""The best of 64 samples of the base model minus their mean, averaged over captions: reachable.py measures it."""
 LABELS = {
     "warmth": "warm colours",
     "jpeg_incompressibility": "large files",
@@ -42,7 +51,7 @@ LABELS = {
     "agreement": "classifier",
 }
 """What the rewards are called beside the pictures, in the order of their rows."""
-SHARE, KEPT = 100 / 3, 90.0  # per cent of the reachable range, and of the base model's quality
+SHARE = 100 / 3  # per cent of the reachable range
 SCALE = "pictures of 24 by 24 pixels"
 HELD_OUT = "_held_out"  # in per_prompt.json, after the measure's name: the captions that were not trained on
 BASE = BASES["emoji"]
@@ -50,19 +59,8 @@ HALVES = {
     "": tuple(caption for caption in BASE.captions if caption in BASE.trained),
     HELD_OUT: tuple(caption for caption in BASE.captions if caption not in BASE.trained),
 }
-SHOWN, COLUMNS = 16, 7  # pictures of a sheet, and those of them in the figure
 
 Methods = Mapping[str, Sequence[Run]]
-
-
-def at(sheet: str, measure: str) -> str:
-    """The name in summary.json and per_prompt.json of a measure of the pictures of a sheet."""
-    return measure if sheet == AFTER else f"{measure}_{sheet.removesuffix('.png')}"
-
-
-def contact_sheet(images: Tensor) -> Image.Image:
-    """Tiles up to sixteen images [B, 3, H, W], four in a row, with a white line between them."""
-    return tiled([image.clamp(0, 1) for image in images])
 
 
 def read(runs: Sequence[Run]) -> Report:
@@ -130,39 +128,6 @@ def check_equal(runs: Sequence[Run]) -> None:
 
 
 # Numbers and claims ----------------------------------------------------------------------------------------------
-
-
-def in_percent(runs: Sequence[Run], reward: str, end: str) -> dict[int, list[float]]:
-    """A reward after training by seed: for each caption, in per cent of the reachable range."""
-    known = [run for run in runs if reward + end in run.per_prompt]
-    scale = 100 / REACHABLE.get(reward, 1.0)
-    return of_seeds(known, lambda run: [scale * value for value in run.per_prompt[reward + end]])
-
-
-def qualities(runs: Sequence[Run], all_runs: Sequence[Run], end: str = "") -> dict[int, list[float]]:
-    """The quality after training by seed: for each caption, in per cent of the base model's mean.
-
-    The change of a picture is added to the mean of all runs before training: pictures from the same noise are compared.
-    """
-    name = QUALITY + end
-    known = [run for run in all_runs if at(BEFORE, name) in run.per_prompt]
-    if not known:
-        return {}
-    whole = mean(mean(run.per_prompt[at(BEFORE, name)]) for run in known)
-
-    def of_captions(run: Run) -> list[float]:
-        pairs = zip(run.per_prompt[name], run.per_prompt[at(BEFORE, name)], strict=True)
-        return [100 * (1 + (now - then) / whole) for now, then in pairs]
-
-    return of_seeds([run for run in runs if at(BEFORE, name) in run.per_prompt], of_captions)
-
-
-def differences(numbers: Mapping[int, list[float]], others: Mapping[int, list[float]]) -> dict[int, list[float]]:
-    """Number - other for each seed that both have, and each caption."""
-    return {
-        seed: [one - other for one, other in zip(numbers[seed], others[seed], strict=True)]
-        for seed in sorted(numbers.keys() & others.keys())
-    }
 
 
 def named(reward: str, name: str, end: str = "") -> str:
@@ -286,34 +251,7 @@ def pictures(rewards: Mapping[str, Methods]) -> plt.Figure:
             rows += [("after training\nwithout a reward", first_seed(nothing).folder / AFTER)] if nothing else []
         label = LABELS.get(reward, reward)
         rows += [(f"{label},\nhalfway", run.folder / DURING), (f"{label},\nafter training", run.folder / AFTER)]
-    width, height = COLUMNS + 1.5, 1.02 * len(rows) + 0.3
-    plot, axes = plt.subplots(len(rows), COLUMNS, figsize=(width, height), squeeze=False)
-    plot.subplots_adjust(left=1.5 / width, right=0.995, bottom=0.02, top=1 - 0.3 / height, wspace=0.04, hspace=0.06)
-    for row, (label, file) in zip(axes, rows, strict=True):
-        row[0].text(-0.06, 0.5, label, transform=row[0].transAxes, ha="right", va="center", fontsize=10)
-        for axis, tile in zip(row, tiles(file), strict=False):
-            axis.imshow(tile, interpolation="nearest")
-    for axis in axes.flat:
-        axis.axis("off")
-    if run.config["model"] == "emoji":
-        for axis, caption in zip(axes[0], BASE.captions, strict=False):
-            axis.set_title(caption.removeprefix("a "), fontsize=9, pad=3)
-    return plot
-
-
-def first_seed(runs: Sequence[Run]) -> Run:
-    """The run with the smallest seed."""
-    return min(runs, key=lambda run: run.config["seed"])
-
-
-def tiles(sheet: Path) -> list[np.ndarray]:
-    """Cuts the first pictures out of a contact sheet, which has four in a row, [H, W, 3] each."""
-    with Image.open(sheet) as picture:
-        pixels = np.asarray(picture)
-    side = (pixels.shape[1] + 1) // 4
-    count = min(COLUMNS, 4 * ((pixels.shape[0] + 1) // side))
-    places = [divmod(i, 4) for i in range(count)]
-    return [pixels[y * side : (y + 1) * side - 1, x * side : (x + 1) * side - 1] for y, x in places]
+    return picture_rows(rows, BASE.captions if run.config["model"] == "emoji" else ())
 
 
 if __name__ == "__main__":

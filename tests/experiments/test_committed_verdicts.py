@@ -8,6 +8,7 @@ import pytest
 
 from experiments.black_2023_ddpo import report as black
 from experiments.claims import HEADINGS, Claim, from_json, judge
+from experiments.emoji.judging import REACHABLE
 from experiments.gao_2022_overoptimization import report as gao
 from experiments.margins import FILE, margins
 from experiments.rafailov_2023_dpo_frontier import report as rafailov
@@ -64,7 +65,7 @@ def claims_of_reports() -> dict[str, Iterable[Claim]]:
     run = Run(Path(), {"largest": 20, "eval_prompts": 48, "eval_split": "test"}, [], {})
     names = ["target 3", "target 12", "coefficient 0.05", "target 12 with 64 labels"]
     return {
-        black.PAPER: [claim for reward in black.REACHABLE for claim in black.claims_about(reward)],
+        black.PAPER: [claim for reward in REACHABLE for claim in black.claims_about(reward)],
         gao.PAPER: gao.claims_about(32, 512),
         rafailov.PAPER: rafailov.claims_about(),
         shao.PAPER: shao.claims_about(8, shao.first_numbers(run)),

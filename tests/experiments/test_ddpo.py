@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 
 from experiments.black_2023_ddpo import pretrain, train
 from experiments.black_2023_ddpo.bases import BASES
-from experiments.black_2023_ddpo.report import HALVES, QUALITY, REACHABLE, SHOWN, contact_sheet, curve, read
+from experiments.black_2023_ddpo.report import HALVES, curve, read
 from experiments.black_2023_ddpo.shapes import (
     CAPTIONS,
     COLOURS,
@@ -23,6 +23,7 @@ from experiments.black_2023_ddpo.shapes import (
 )
 from experiments.claims import judge
 from experiments.emoji import drawings
+from experiments.emoji.judging import QUALITY, REACHABLE, SHOWN, contact_sheet
 from experiments.reports import Report
 from experiments.run_folders import Run, finished_runs
 from experiments.small_pipeline import word_tokenizer

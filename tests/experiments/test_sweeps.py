@@ -26,6 +26,7 @@ from transformers.integrations.integration_utils import rewrite_logs
 
 from experiments.assets.data import GUTENBERG
 from experiments.black_2023_ddpo import train as ddpo
+from experiments.clark_2023_draft import train as draft
 from experiments.dong_2023_raft import ppo as raft_ppo
 from experiments.dong_2023_raft import train as raft
 from experiments.gao_2022_overoptimization import train as gao
@@ -82,6 +83,8 @@ SECTIONS = {  # classes, as a parameter names them
     "dpo",
     "grpo",
     "ddpo",
+    "align_prop",
+    "diffusion_dpo",
 }
 
 
@@ -104,7 +107,7 @@ class Program:
 
     @property
     def takes_model(self) -> bool:
-        return self.module is not ddpo
+        return self.module not in (ddpo, draft)
 
     def parse(self, words: list[str]) -> tuple[Any, ...]:
         return self.module.settings(words)
@@ -226,6 +229,24 @@ PROGRAMS = [
             "tracker_kwargs": {"tags": ["a", "b"]},
             "reward": ["colour_match"],
             "ddpo": {"estimator": "sf", "train_gradient_accumulation_steps": 4},
+        },
+    ),
+    Program(
+        draft,
+        {
+            "method": "draft",
+            "evaluations": 40,
+            "sample_num_steps": 2,
+            "train_batch_size": 2,
+            "truncated_backprop_timestep": 1,
+            "eval_pictures": 4,
+        },
+        {
+            "train_learning_rate": 1e-05,
+            "negative_prompts": None,
+            "truncated_backprop_rand": False,
+            "tracker_kwargs": {"tags": ["a", "b"]},
+            "align_prop": {"low_variance_samples": 2},
         },
     ),
 ]

@@ -1,0 +1,178 @@
+"""Judges ways to train a diffusion model by reward, quality and distance from the base model, at equal evaluations.
+
+python -m experiments.clark_2023_draft.report FOLDER ...
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from experiments.claims import Claim, Numbers
+from experiments.emoji.judging import (
+    AFTER,
+    BEFORE,
+    DURING,
+    IN_TURN,
+    KEPT,
+    QUALITY,
+    REACHABLE,
+    SHEETS,
+    at,
+    differences,
+    first_seed,
+    in_percent,
+    picture_rows,
+    qualities,
+)
+from experiments.margins import margin_fields
+from experiments.reports import Report, main, seeds_in_words
+from experiments.run_folders import Run, by, of_seeds
+
+PAPER = "clark_2023_draft"
+TITLE = "Ways to train a diffusion model on a reward, side by side"
+CLAIM = (
+    "Clark et al. 2023, arXiv:2309.17400: following the gradient of a differentiable reward (DRaFT) needs far fewer "
+    "evaluations of the denoiser than reinforcement learning (DDPO) for as much reward."
+)
+CONTROL = "random"  # the reward of runs whose reward says nothing about the image
+DISTANCE = "distance"  # of the denoiser's predictions from the base model's: Drift in train.py
+DDPO, DRAFT, DRAFT_LV, DPO = "DDPO", "DRaFT-1", "DRaFT-LV", "Diffusion-DPO"
+NAMES = {"ddpo": DDPO, "draft": DRAFT, "diffusion_dpo": DPO}
+SCALE = "pictures of 24 by 24 pixels"
+GROUPS = tuple(caption.split()[1] for caption in IN_TURN)  # captions of one colour are a group
+
+Methods = Mapping[str, Sequence[Run]]
+
+
+def read(runs: Sequence[Run]) -> Report:
+    """Reads, for each method, reward, quality and distance after training, and the gain over its control."""
+    if len(budgets := {run.config["evaluations"] for run in runs}) > 1:
+        raise ValueError(
+            f"the runs may take {sorted(budgets)} evaluations of the denoiser; equal numbers are needed. Give the "
+            "folders of one sweep, or of one training."
+        )
+    rewards = {reward: methods(group) for reward, group in by(runs, "reward").items()}
+    groups, controls = rewards.get("warmth", {}), rewards.get(CONTROL, {})
+    measured: dict[str, Numbers] = {}
+    for name, group in groups.items():
+        nothing = in_percent(controls.get(name, []), "warmth", "")
+        measured[f"gain by {name}"] = differences(in_percent(group, "warmth", ""), nothing)
+        measured[early(name)] = in_percent(group, "warmth", at(DURING, ""))
+    for end, known in (("", groups), (", no reward", controls)):
+        for name, group in known.items():
+            measured[f"warmth after {name}{end}"] = in_percent(group, "warmth", "")
+            measured[f"quality after {name}{end}"] = qualities(group, runs)
+            measured[f"distance after {name}{end}"] = of_seeds(group, lambda run: run.per_prompt[DISTANCE])
+    measured = {name: numbers for name, numbers in measured.items() if numbers}
+    if not groups:
+        return Report(measured, [*claims()], {}, {})
+    shown = {**groups, **{f"{name}, no reward": controls[name] for name in groups if name in controls}}
+    captions = {
+        "pictures": "The same captions from the same noise: before training, and after each method's; the first seed, "
+        "the first captions.",
+        "figure": "Trainings as paths from the base model, before, during and after; means of "
+        f"{seeds_in_words(len(by(runs, 'seed')))}. The change of warmth is in per cent of the way to the best of 64 "
+        "samples of the base model. Left: quality is the share of pictures in which the classifier finds name and "
+        f"colour of the caption; dashed: {KEPT:.0f}% of the base model's. Right: the squared difference of the "
+        "denoiser's predictions from the base model's, on the base model's noised samples.",
+    }
+    return Report(measured, [*claims()], {"pictures": pictures(groups), "figure": figure(shown)}, captions)
+
+
+def methods(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Groups runs by method, in the order of NAMES."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        name = DRAFT_LV if run.config.get("low_variance_samples") else NAMES[run.config["method"]]
+        groups.setdefault(name, []).append(run)
+    return {name: groups[name] for name in (DDPO, DRAFT, DRAFT_LV, DPO) if name in groups}
+
+
+def early(name: str) -> str:
+    """What the warmth is called that a method has reached when a quarter of the evaluations is spent."""
+    return f"warmth after {name} with a quarter of the evaluations"
+
+
+def claims() -> Iterator[Claim]:
+    """The paper's claims about DRaFT and DDPO, and ours."""
+    shared: dict[str, Any] = {"kind": "more", "scale": SCALE, "groups": GROUPS}
+    moved, kept, far = (shared | margin_fields(PAPER, measure) for measure in ("reward", "quality", "distance"))
+    drafts = (DRAFT, DRAFT_LV)
+    for name in (DDPO, *drafts, DPO):
+        yield Claim(
+            f"{name} raises warmth above its control without a reward",
+            (f"gain by {name}",),
+            origin="ours",
+            trivial="the reward is optimised",
+            **moved,
+        )
+    place = {"place": "abstract"}
+    for name in drafts:
+        yield Claim(f"{name} gains more than DDPO", (f"gain by {name}", f"gain by {DDPO}"), **place, **moved)
+        yield Claim(
+            f"{early(name)}, gains more than DDPO with all",
+            (f"gain by {early(name)}", f"gain by {DDPO}"),
+            **place,
+            **moved,
+        )
+    yield Claim(f"{DPO} gains more than DDPO", (f"gain by {DPO}", f"gain by {DDPO}"), origin="ours", **moved)
+    yield Claim(f"{DRAFT} gains more than {DPO}", (f"gain by {DRAFT}", f"gain by {DPO}"), origin="ours", **moved)
+    for name in (DDPO, *drafts, DPO):
+        text = f"{name} keeps more than {KEPT:.0f}% of the base model's quality"
+        yield Claim(text, (f"quality after {name}",), origin="ours", than=KEPT, **kept)
+    for name in (*drafts, DPO):
+        compared = f"distance after {name}", f"distance after {DDPO}"
+        yield Claim(f"{name} goes further from the base model than DDPO", compared, origin="ours", **far)
+
+
+# Figures ---------------------------------------------------------------------------------------------------------
+
+
+def figure(groups: Methods) -> plt.Figure:
+    """Plots warmth against quality, and against the distance from the base model."""
+    plot, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
+    colours: dict[str, Any] = {}
+    for name, group in groups.items():
+        method, _, is_control = name.partition(", ")
+        gains = 100 * (means(group, "warmth") - means(group, "warmth")[0]) / REACHABLE["warmth"]
+        quality = 100 * means(group, QUALITY) / means(group, QUALITY)[0]
+        for axis, xs in zip(axes, (quality, means(group, DISTANCE)), strict=True):
+            style = {"linestyle": ":" if is_control else "-", "color": colours.get(method)}
+            (line,) = axis.plot(xs, gains, label=name, marker="o", markersize=3, **style)
+            axis.plot(xs[-1:], gains[-1:], marker="o", markersize=8, color=line.get_color())
+            colours[method] = line.get_color()
+    axes[0].axvline(KEPT, color="grey", linestyle="--", linewidth=1)
+    label(axes[0], "quality (% of the base model's)")
+    label(axes[1], "distance (% of the prediction's mean square)")
+    axes[0].set_ylabel("change of warmth (% of the reachable range)")
+    axes[1].legend(frameon=False, fontsize=8)
+    return plot
+
+
+def label(axis: Axes, text: str) -> None:
+    """Names the x axis, and draws a grid."""
+    axis.set_xlabel(text)
+    axis.grid(alpha=0.3)
+
+
+def means(group: Sequence[Run], measure: str) -> np.ndarray:
+    """The mean of the runs before, during and after training, without those that a run lacks."""
+    names = [at(sheet, measure) for sheet in SHEETS]
+    return np.array([mean(run.summary[name] for run in group) for name in names if name in group[0].summary])
+
+
+def pictures(groups: Methods) -> plt.Figure:
+    """Shows pictures of the same captions in rows: before training, and after that of each method."""
+    first = first_seed(next(iter(groups.values())))
+    rows: list[tuple[str, Path]] = [("before training", first.folder / BEFORE)]
+    rows += [(f"after {name}", first_seed(group).folder / AFTER) for name, group in groups.items()]
+    return picture_rows(rows, IN_TURN)
+
+
+if __name__ == "__main__":
+    main(TITLE, CLAIM, read)

@@ -1,0 +1,196 @@
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from matplotlib import pyplot as plt
+
+from experiments.claims import judge
+from experiments.clark_2023_draft import train
+from experiments.clark_2023_draft.report import DISTANCE, NAMES, read
+from experiments.emoji.judging import IN_TURN, QUALITY, contact_sheet
+from experiments.emoji.pretrain import SHIPPED
+from experiments.emoji.rewards import warmth
+from experiments.run_folders import Run, finished_runs
+
+TINY = {"sample_num_steps": 2, "eval_pictures": 4, "train_batch_size": 2, "log_with": "none"}
+TINY |= {"truncated_backprop_timestep": 1}
+EARLY = "DRaFT-1 with a quarter of the evaluations reaches more than DDPO with all"
+OF_METHOD: dict[str, tuple[dict[str, Any], list[int]]] = {
+    # 4 samples of 2 steps, the check of their 8 probabilities, and 3 for each of 8 steps, forward and backward
+    "ddpo": ({"sample_batch_size": 4, "group_size": 2, "train_timestep_fraction": 1.0}, [8 + 8 + 24, 72]),
+    # 2 samples of 2 steps, and the last step again with a gradient
+    "draft": ({}, [2 * (2 + 3) * i for i in range(1, 9)]),
+    # 8 samples of 2 steps, 4 captions encoded in 2 steps, and both pictures of each pair: 3 and the reference's 1
+    "diffusion_dpo": ({"pairs": 4}, [16 + 8 + 32, 88]),
+}
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> StableDiffusionPipeline:
+    pipeline = StableDiffusionPipeline.from_pretrained(SHIPPED)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+# A run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", OF_METHOD)
+def test_a_method_ends_before_it_exceeds_its_evaluations_which_are_counted_by_hand(method: str, tmp_path: Path):
+    sizes, counts = OF_METHOD[method]
+    budget = {"evaluations": counts[-1] + 9}
+    flags = {"method": method, "logdir": tmp_path, **TINY, **sizes, **budget}
+    train.main(*train.settings([f"--{name}={value}" for name, value in flags.items()]))
+    (run,) = finished_runs(tmp_path)
+    assert run.curve("step", "evaluations")[1] == counts
+    assert run.summary["evaluations"] == counts[-1]
+    assert run.summary["evaluations_before"] < counts[0]
+    assert run.summary["evaluations_during"] >= (counts[-1] + 9) / 4
+    assert run.summary[f"{DISTANCE}_before"] == 0
+    assert run.summary[DISTANCE] > 0
+    assert {len(numbers) for numbers in run.per_prompt.values()} == {4}
+    sheets = [(run.folder / sheet).read_bytes() for sheet in ("before.png", "during.png", "after.png")]
+    assert len(set(sheets)) == 3
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("words", [["--method", "ppo"], ["--reward", "beauty"], ["--resume_from", "latest"]])
+def test_what_no_run_can_be_is_refused_before_any_work(words: list[str], tmp_path: Path):
+    with pytest.raises(SystemExit, match=words[0]):
+        train.main(*train.settings([*words, "--logdir", str(tmp_path / "run")]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_passes_of_a_model_and_of_its_copies_are_counted():
+    layer = torch.nn.Linear(3, 3)
+    model = torch.nn.Sequential(layer)
+    model.forward = lambda inputs: (layer(inputs),)  # a tuple, as of a denoiser
+    evaluations = train.Evaluations(model)
+    with torch.no_grad():
+        model(torch.ones(5, 3))
+    assert evaluations.count == 5
+    (output,) = model(torch.ones(2, 3))
+    assert evaluations.count == 7
+    output.sum().backward()
+    assert evaluations.count == 11
+    copy.deepcopy(model)(torch.ones(4, 3))
+    assert evaluations.count == 15
+
+
+# The control, the pairs and the distance -------------------------------------------------------------------------
+
+
+def test_the_control_has_gradients_of_warmths_size_in_directions_that_say_nothing():
+    images = torch.rand(2000, 3, 4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    (wanted,) = torch.autograd.grad(warmth(images, ()).sum(), images)
+    (random_ones,) = torch.autograd.grad(train.RandomColours(0)(images, ()).sum(), images)
+    assert torch.allclose(random_ones.flatten(1).norm(dim=1), wanted.flatten(1).norm(dim=1))
+    cosines = torch.cosine_similarity(random_ones.flatten(1), wanted.flatten(1))
+    assert abs(float(cosines.mean())) < 3 / (3 * 2000) ** 0.5  # the cosine of a random direction in three dimensions
+    numbers = torch.stack([train.RandomColours(0)(images, ()), warmth(images, ())]).detach()
+    assert abs(float(torch.corrcoef(numbers)[0, 1])) < 0.07
+    assert torch.equal(train.RandomColours(1)(images, ()), train.RandomColours(1)(images, ()))
+
+
+def test_the_warmer_picture_of_a_pair_is_chosen(pipeline: StableDiffusionPipeline):
+    run = train.RunConfig(pairs=6, sample_num_steps=2)
+    pairs = train.labelled_pairs(pipeline, warmth, run, seed=0)
+    chosen, rejected = (torch.stack([pair[name] for pair in pairs]) for name in ("chosen", "rejected"))
+    assert (warmth(chosen, ()) > warmth(rejected, ())).all()
+    assert len({pair["prompt"] for pair in pairs}) > 1
+
+
+def test_the_distance_is_the_relative_square_of_what_the_predictions_moved(pipeline: StableDiffusionPipeline):
+    images = torch.rand(3, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+    drift = train.Drift(pipeline, images, IN_TURN[:3], seed=0)
+    assert drift(pipeline).tolist() == [0, 0, 0]
+    changed = copy.copy(pipeline)
+    changed.unet = copy.deepcopy(pipeline.unet)
+    for weight in (changed.unet.conv_out.weight, changed.unet.conv_out.bias):
+        weight.data *= 1.5
+    assert float(drift(changed).mean()) == pytest.approx(25, rel=1e-3)
+
+
+# The report ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def close_figures() -> Iterator[None]:
+    """Closes the figures that read() draws; otherwise only writing a page closes them."""
+    yield
+    plt.close("all")
+
+
+def made_up(folder: Path, method: str, reward: str, seed: int, after: float, *, kept: float = 0.7) -> Run:
+    """A finished run whose warmth rises from 0.06 to `after`, half of it early, and whose quality falls from 0.7."""
+    place = folder / f"{method}-{reward}-{seed}"
+    place.mkdir(parents=True)
+    for sheet in ("before.png", "during.png", "after.png"):
+        contact_sheet(torch.rand(16, 3, 8, 8)).save(place / sheet)
+    noise = random.Random(f"{method}{reward}{seed}")
+    ends = {"warmth": (0.06, (0.06 + after) / 2, after), QUALITY: (0.7, 0.7, kept), DISTANCE: (0.0, 1.0, 2.0)}
+    names = {name: [f"{name}_before", f"{name}_during", name] for name in ends}
+    summary = {key: value for name, values in ends.items() for key, value in zip(names[name], values, strict=True)}
+    numbers = {
+        key: [value + noise.gauss(0, 0.001) * (not key.endswith("before")) for _ in IN_TURN]
+        for key, value in summary.items()
+    }
+    config = {"method": method, "reward": reward, "seed": seed, "evaluations": 4800}
+    return Run(place, config, [], summary, numbers)
+
+
+def of_all(folder: Path, ends: Mapping[str, float], **kept: float) -> list[Run]:
+    """Runs of eight seeds of each method; their controls stay where they start."""
+    runs = [
+        made_up(folder, method, reward, seed, after if reward == "warmth" else 0.06, kept=kept.get(method, 0.7))
+        for method, after in ends.items()
+        for reward in ("warmth", "random")
+        for seed in range(10, 18)
+    ]
+    return runs
+
+
+def outcomes(runs: list[Run]) -> dict[str, str]:
+    report = read(runs)
+    return {verdict.claim.text: verdict.outcome for verdict in judge(report.claims, report.measured)}
+
+
+@pytest.mark.usefixtures("close_figures")
+def test_planted_effects_are_found(tmp_path: Path):
+    found = outcomes(of_all(tmp_path, {"ddpo": 0.10, "draft": 0.25, "diffusion_dpo": 0.17}, draft=0.5))
+    assert found["DRaFT-1 gains more than DDPO"] == "reproduced"
+    assert found[EARLY] == "reproduced"
+    assert found["Diffusion-DPO gains more than DDPO"] == "holds"
+    assert found["DRaFT-1 keeps more than 90% of the base model's quality"] == "does not hold"
+    assert found["DDPO keeps more than 90% of the base model's quality"] == "holds"
+    assert {found[f"{name} raises warmth above its control without a reward"] for name in NAMES.values()} == {"holds"}
+
+
+@pytest.mark.usefixtures("close_figures")
+def test_methods_that_gain_as_much_differ_by_nothing_that_matters(tmp_path: Path):
+    found = outcomes(of_all(tmp_path, dict.fromkeys(NAMES, 0.12)))
+    assert found["DRaFT-1 gains more than DDPO"] == "no effect that matters"
+    assert found["Diffusion-DPO gains more than DDPO"] == "no effect that matters"
+    assert found[EARLY] == "does not carry over"
+
+
+@pytest.mark.usefixtures("close_figures")
+def test_the_figure_has_a_path_for_each_method_and_its_control(tmp_path: Path):
+    report = read(of_all(tmp_path, dict.fromkeys(NAMES, 0.12)))
+    _, right = report.figures["figure"].axes
+    labels = [text.get_text() for text in right.get_legend().get_texts()]
+    assert labels == [*NAMES.values(), *(f"{name}, no reward" for name in NAMES.values())]
+    words = [text.get_text() for axis in report.figures["pictures"].axes for text in axis.texts]
+    assert words == ["before training", *(f"after {name}" for name in NAMES.values())]
+
+
+def test_runs_with_unequal_evaluations_are_refused(tmp_path: Path):
+    runs = of_all(tmp_path, {"ddpo": 0.1})
+    runs[0] = Run(runs[0].folder, {**runs[0].config, "evaluations": 9600}, [], {})
+    with pytest.raises(ValueError, match=r"\[4800, 9600\] evaluations"):
+        read(runs)
