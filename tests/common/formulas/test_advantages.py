@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from trimtab_common.formulas.advantages import batch_scaled, group_centred, group_whitened
+from trimtab_common.formulas.advantages import (
+    batch_scaled,
+    batch_whitened,
+    group_centred,
+    group_whitened,
+    leave_one_out,
+)
 
 SCORES = torch.tensor([1.0, 5.0, 0.1, 3.0, 7.0, 0.1, 0.1])
 GROUPS = torch.tensor([7, 7, 2, 7, 40, 2, 2])
@@ -24,6 +30,15 @@ def test_whitening_by_the_population_deviation_gives_a_group_variance_one():
     torch.testing.assert_close(group_whitened(SCORES, GROUPS, correction=0), expected)
     lone = torch.tensor([1.0, 3.0]), torch.tensor([0, 1])
     assert group_whitened(*lone, correction=0).tolist() == [0.0, 0.0]
+
+
+def test_leaving_one_out_measures_against_the_others():
+    torch.testing.assert_close(leave_one_out(SCORES, GROUPS), torch.tensor([-3.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0]))
+
+
+def test_whitening_of_the_batch_knows_no_groups():
+    expected = torch.tensor([-1.0, 1.0, 0.0])  # mean 3, deviation 2
+    torch.testing.assert_close(batch_whitened(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([0, 0, 1])), expected)
 
 
 def test_integer_scores_do_not_round():

@@ -36,6 +36,9 @@ def config(**settings):
         ({"reference_free": True, "precompute_ref_log_probs": True}, "has no reference"),
         ({"reference_free": True, "ref_adapter_name": "a"}, "has no reference"),
         ({"reference_free": True, "ref_model_init_kwargs": {"a": 1}}, "has no reference"),
+        ({"loss_type": "orpo", "precompute_ref_log_probs": True}, "loss_type='orpo' .* has no reference"),
+        ({"loss_type": ["ipo", "sft"], "simpo_gamma": 1.0}, "simpo_gamma=1.0 is of loss_type='simpo'"),
+        ({"loss_type": "simpo", "simpo_gamma": -1.0}, "simpo_gamma=-1.0"),
         ({"model_adapter_name": "a", "ref_adapter_name": "a"}, "are both 'a'"),
         ({"ref_log_probs_cache": "folder"}, "set precompute_ref_log_probs=True"),
         ({"generation_kwargs": {"top_k": 1}}, "set generate_during_eval=True"),
@@ -48,6 +51,14 @@ def config(**settings):
 def test_what_cannot_be_is_refused_when_the_config_is_made(settings, says):
     with pytest.raises(ValueError, match=says):
         config(**settings)
+
+
+@pytest.mark.parametrize(
+    ("names", "has_none"),
+    [("simpo", True), (["cpo", "sft"], True), (["orpo", "sigmoid"], False), ("sft", False), ("sigmoid", False)],
+)
+def test_a_loss_without_a_reference_loads_none(names, has_none):
+    assert config(loss_type=names).reference_free == has_none
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -7,10 +7,19 @@ import pytest
 import torch
 
 from trimtab_lm.dpo import loss as losses
-from trimtab_lm.dpo.loss import COUPLED, LOSSES, PairLogprobs, check_losses, implicit_rewards, mixed, sigmoid
+from trimtab_lm.dpo.loss import (
+    COUPLED,
+    LOSSES,
+    WITHOUT_REFERENCE,
+    PairLogprobs,
+    check_losses,
+    implicit_rewards,
+    mixed,
+    sigmoid,
+)
 
 BETA = 0.5
-LOG = math.log
+LOG, EXP = math.log, math.exp
 SMOOTHING = {"robust": 0.1, "exo_pair": 0.1}
 
 
@@ -38,6 +47,13 @@ def gradients(name: str, pairs: PairLogprobs, **numbers) -> tuple[float, float]:
     return pairs.chosen.grad.item(), 0.0 if pairs.rejected.grad is None else pairs.rejected.grad.item()
 
 
+def odds(p: float) -> float:
+    return p / (1 - p)
+
+
+WRONG = odds(EXP(-4)) / odds(EXP(-8))  # the odds that orpo lowers
+SLOPE = WRONG / (1 + WRONG)
+
 # beta a = log 3, beta b = -log 2: s(beta a) = 3/4, s(beta b) = 1/3, beta m = log 6, s(beta m) = 6/7
 WORKED = {
     "sigmoid": (0.0, LOG(7 / 6)),
@@ -56,6 +72,10 @@ WORKED = {
     "aot_pair": (0.1, 0.9 * LOG(7 / 6) + 0.1 * LOG(7)),
     "discopop": (0.0, LOG(7 / 6) / (6**20 + 1) + 1 / 6 / (1 + 6**-20)),
     "sft": (0.0, 8 - LOG(3) / BETA),
+    # log pi(chosen) = 2 log 3 - 8 and log pi(rejected) = -2 log 2 - 4, of one token each
+    "cpo": (0.0, LOG(1 + EXP(2) / 6) + 8 - LOG(3) / BETA),
+    "simpo": (0.0, LOG(1 + EXP(2.5) / 6)),
+    "orpo": (0.0, 8 - LOG(3) / BETA + BETA * LOG(1 + odds(EXP(-4) / 4) / odds(9 * EXP(-8)))),
 }
 
 
@@ -84,6 +104,10 @@ AT_THE_REFERENCE = {
     "aot_pair": (LOG(2), -1 / 2, 1 / 2),
     "discopop": ((LOG(2) + 1) / 2, 5 * (1 - LOG(2)) - 3 / 4, 3 / 4 - 5 * (1 - LOG(2))),
     "sft": (8.0, -1 / BETA, 0.0),
+    # log pi is -8 and -4
+    "cpo": (8 + LOG(1 + EXP(2)), -1 / BETA - 1 / (1 + EXP(-2)), 1 / (1 + EXP(-2))),
+    "simpo": (LOG(1 + EXP(2.5)), -1 / (1 + EXP(-2.5)), 1 / (1 + EXP(-2.5))),
+    "orpo": (8 + BETA * LOG(1 + WRONG), -1 / BETA - SLOPE / (1 - EXP(-8)), SLOPE / (1 - EXP(-4))),
 }
 
 
@@ -118,6 +142,43 @@ def test_margins_of_ten_thousand_nats_are_finite_in_float32(name, dtype):
 
 def test_sft_is_the_loss_per_token_of_the_chosen_answer():
     assert LOSSES["sft"](pairs_of(2.0, 0.0, lengths=(3, 1)), beta=BETA).item() == 2.0  # log pi = -6, three tokens
+
+
+def test_losses_without_a_reference_are_those_of_trl():
+    """TRL 1.16.0: CPOTrainer.cpo_loss, also with simpo and gamma 0.5, and ORPOTrainer.odds_ratio_loss, of these rows;
+    its trainers add the losses per token of the chosen answer, to CPO and less the odds ratio."""
+    chosen, rejected = torch.tensor([-12.0, -30.5, -3.25, -80.0]), torch.tensor([-15.0, -21.25, -40.0, -79.0])
+    lengths = torch.tensor([6, 10, 2, 40]), torch.tensor([5, 17, 8, 25])
+    nothing = torch.zeros(4)
+    pairs = PairLogprobs(chosen, rejected, nothing, nothing, *lengths)
+    nll = -chosen / lengths[0]
+    for label_smoothing, margins in (
+        (0.0, [0.20141329, 4.1164370, 0.0019285933, 0.15016480]),
+        (0.1, [0.35141327, 3.7064369, 0.62692863, 0.33216482]),
+    ):
+        simpo = LOSSES["simpo"](pairs, beta=2.0, label_smoothing=label_smoothing)
+        assert simpo.tolist() == pytest.approx(margins, rel=1e-5)
+    for label_smoothing, margins in (
+        (0.0, [0.55435520, 1.2589916, 0.025033439, 0.74439669]),
+        (0.1, [0.58435518, 1.1664915, 0.39253342, 0.73439664]),
+    ):
+        cpo = LOSSES["cpo"](pairs, beta=0.1, label_smoothing=label_smoothing)
+        assert (cpo - nll).tolist() == pytest.approx(margins, rel=1e-5, abs=1e-6)
+    ratios = [-0.028875081, -0.22057810, -0.0027290783, -0.024925552]
+    assert (nll - LOSSES["orpo"](pairs, beta=0.1)).tolist() == pytest.approx(ratios, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_REFERENCE))
+def test_a_loss_without_a_reference_does_not_read_it(name):
+    pairs = random_pairs(6)
+    others = replace(pairs, ref_chosen=pairs.ref_chosen - 3, ref_rejected=pairs.ref_rejected + 2)
+    torch.testing.assert_close(LOSSES[name](pairs, beta=BETA), LOSSES[name](others, beta=BETA), rtol=0, atol=0)
+
+
+def test_the_gamma_of_simpo_is_the_margin_that_it_asks_for():
+    pairs = pairs_of([0.0, 0.0], [0.0, 0.0], lengths=(2, 4))  # log pi per token: -4 and -1
+    loss = mixed(["simpo", "hinge"], [1.0, 0.0], simpo_gamma=1.5)(pairs, beta=0.5)
+    assert loss.tolist() == pytest.approx([LOG(1 + EXP(3))] * 2)
 
 
 def test_log_ratios_are_not_rounded_to_the_models_precision():

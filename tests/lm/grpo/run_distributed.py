@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo": {},
     "grpo": {"loss_type": "grpo", "scale_rewards": "batch", "beta": 0.2},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "importance_sampling_level": "sequence"},
+    "cispo": {"loss_type": "cispo", "scale_rewards": "rloo"},
     "masked": {"mask_truncated_completions": True, "steps_per_generation": 2},
     "environment": {"loss_type": "grpo", "beta": 0.2, "mask_truncated_completions": True},
 }

@@ -48,7 +48,7 @@ def test_sampling_settings_reach_the_sampler():
     assert sampling.generation_kwargs == {"typical_p": 0.5}
 
 
-@pytest.mark.parametrize(("written", "meant"), [(True, "group"), (False, "none"), ("batch", "batch"), ("raw", "raw")])
+@pytest.mark.parametrize(("written", "meant"), [(True, "group"), (False, "none"), ("batch", "batch"), ("rloo", "rloo")])
 def test_scale_rewards_takes_the_bools_of_old(written, meant, tmp_path):
     assert config(scale_rewards=written).scale_rewards == meant
     (file := tmp_path / "grpo.yaml").write_text(yaml.safe_dump({"output_dir": "out", "scale_rewards": written}))
@@ -79,7 +79,8 @@ def test_use_vllm_is_a_backend():
         ({"epsilon": 0.0}, "epsilon=0.0"),
         ({"epsilon_high": -1.0}, "epsilon_high=-1.0"),
         ({"delta": 1.2}, r"delta=1.2 is not above 1 \+ epsilon_high = 1.2"),
-        ({"loss_type": "cispo"}, "loss_type='cispo' is unknown. Use one of grpo, bnpo, dr_grpo, dapo"),
+        ({"loss_type": "sapo"}, "loss_type='sapo' is unknown. Use one of grpo, bnpo, dr_grpo, dapo, cispo"),
+        ({"loss_type": "cispo", "delta": 2.0}, "delta=2.0 has no meaning for cispo"),
         ({"scale_rewards": "std"}, "scale_rewards='std' is unknown"),
         ({"importance_sampling_level": "word"}, "importance_sampling_level='word' is unknown"),
         ({"rollout_backend": "sglang"}, "rollout_backend='sglang' is unknown"),

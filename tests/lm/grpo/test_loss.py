@@ -11,6 +11,7 @@ from trimtab_lm.grpo.loss import (
     NORMALIZATIONS,
     Totals,
     advantages,
+    cispo_losses,
     corrected_k3,
     policy_losses,
     sequence_log_ratio,
@@ -39,6 +40,8 @@ SCORES = torch.tensor([[1.0, 5.0, 3.0], [2.0, 2.0, 2.0]])
         ("group", [[-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]),
         ("none", [[-2.0, 2.0, 0.0], [0.0, 0.0, 0.0]]),
         ("batch", [[-2 / 1.9**0.5, 2 / 1.9**0.5, 0.0], [0.0, 0.0, 0.0]]),  # squares 2.25, 6.25, 0.25, 3 x 0.25
+        ("rloo", [[-3.0, 3.0, 0.0], [0.0, 0.0, 0.0]]),
+        ("reinforce++", [[-1.5 / 1.9**0.5, 2.5 / 1.9**0.5, 0.5 / 1.9**0.5], [-0.5 / 1.9**0.5] * 3]),
         ("raw", [[1.0, 5.0, 3.0], [2.0, 2.0, 2.0]]),
     ],
 )
@@ -52,6 +55,8 @@ def test_advantages_by_hand(scale, expected):
         ("group", [[-1.0, 1.0, 0.0, 0.0], [0.0, 0.5**0.5, 0.0, -(0.5**0.5)]]),
         ("none", [[-2.0, 2.0, 0.0, 0.0], [0.0, 1.0, 0.0, -1.0]]),
         ("batch", [[-2 / 2.5**0.5, 2 / 2.5**0.5, 0.0, 0.0], [0.0, 1 / 2.5**0.5, 0.0, -1 / 2.5**0.5]]),
+        ("rloo", [[-3.0, 3.0, 0.0, 0.0], [0.0, 2.0, 0.0, -2.0]]),
+        ("reinforce++", [[-2 / 2.5**0.5, 2 / 2.5**0.5, 0.0, 0.0], [0.0, 1 / 2.5**0.5, 0.0, -1 / 2.5**0.5]]),
         ("raw", [[1.0, 5.0, 0.0, 3.0], [0.0, 4.0, 0.0, 2.0]]),
     ],
 )
@@ -61,13 +66,13 @@ def test_a_masked_completion_counts_nowhere(scale, expected):
     torch.testing.assert_close(advantages(scores, scale=scale, mask=mask), torch.tensor(expected))
 
 
-@pytest.mark.parametrize("scale", ["group", "none", "batch"])
+@pytest.mark.parametrize("scale", ["group", "none", "batch", "rloo", "reinforce++"])
 @pytest.mark.parametrize("mask", [[[1, 0, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]])
 def test_nothing_to_compare_with_gives_zero(scale, mask):
     assert (advantages(SCORES, scale=scale, mask=torch.tensor(mask)) == 0).all()
 
 
-@pytest.mark.parametrize("scale", ["group", "batch"])
+@pytest.mark.parametrize("scale", ["group", "batch", "reinforce++"])
 def test_rounding_of_equal_scores_is_not_blown_up(scale):
     assert (advantages(torch.full((2, 7), 0.7), scale=scale) == 0).all()
 
@@ -78,21 +83,23 @@ def test_advantages_of_integer_scores():
 
 
 def test_a_baseline_changes_the_noise_of_the_gradient_and_not_its_direction():
-    """Over all pairs of answers, a share p of them right, A d log pi(right) averages p (1 - p) times (G - 1) / G."""
+    """Over all pairs of answers, a share p of them right, A d log pi(right) averages p (1 - p); less the group's mean,
+    which has the score itself in it, (G - 1) / G of that."""
     right, probability = torch.tensor([1.0, 0.0]), torch.tensor([0.3, 0.7])
     answers = torch.cartesian_prod(torch.arange(2), torch.arange(2))
     weights = probability[answers].prod(dim=1)
     slopes = right - probability[0]  # d log pi(answer) / d logit of the right answer
     means = {
         scale: float((weights[:, None] * advantages(right[answers], scale=scale) * slopes[answers]).sum() / 2)
-        for scale in ("raw", "none")
+        for scale in ("raw", "none", "rloo")
     }
     assert means["raw"] == pytest.approx(0.3 * 0.7)
     assert means["none"] == pytest.approx(0.3 * 0.7 / 2)
+    assert means["rloo"] == pytest.approx(0.3 * 0.7)
 
 
 def test_an_unknown_scale_lists_those_there_are():
-    with pytest.raises(ValueError, match="choose from group, batch, none, raw"):
+    with pytest.raises(ValueError, match=r"choose from group, batch, none, rloo, reinforce\+\+, raw"):
         advantages(SCORES, scale="prompt")
 
 
@@ -146,6 +153,30 @@ def test_gspo_is_a_mean_over_completions_of_their_clipped_ratios():
     assert log_ratio.grad.tolist() == pytest.approx(expected)
 
 
+def test_cispo_weighs_the_gradient_of_log_pi_by_the_bounded_ratio():
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
+    ratios, values = torch.tensor([0.1, 1.2, 9.0], dtype=torch.float64), torch.tensor([1.0, -1.0, 2.0])
+    losses = cispo_losses(ratios.log() + logprobs - logprobs.detach(), values, logprobs, epsilon_high=0.5)
+    assert losses.tolist() == pytest.approx([0.1, -2.4, 9.0])
+    losses.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([-0.1, 1.2, -3.0])  # PPO's clip would give the last one 0
+
+
+def test_cispo_is_that_of_trl():
+    """TRL 1.16.0, GRPOTrainer._compute_loss of these rows with loss_type="cispo" and epsilon_high=4, which is our 3."""
+    logprobs = torch.tensor([-1.0, -0.25, -2.0, -0.5, -3.0], requires_grad=True)
+    old, sequence = torch.tensor([-1.5, -2.25, -1.5, -2.5, -1.0]), torch.tensor([0, 0, 0, 1, 1])
+    lengths, values = torch.tensor([3, 2]), torch.tensor([1.5, -0.5])
+    log_ratio = token_log_ratio(logprobs, old, sequence, lengths)
+    losses = cispo_losses(log_ratio, values[sequence], logprobs, epsilon_high=3)
+    weights = token_weights("cispo", sequence, lengths, totals=Totals(2, 5, 5), max_completion_length=9)
+    loss = (weights * losses).sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(0.9179342, rel=1e-5)
+    expected = [-0.4946164, -1.2, -0.1819592, 0.4, 0.01353353]
+    assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-5)
+
+
 def test_wild_ratios_stay_finite():
     logprobs = torch.tensor([0.0, -500.0], requires_grad=True)
     old, signs = torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, 1.0])
@@ -190,6 +221,7 @@ LOSSES = torch.tensor([1.0, 2.0, 6.0, 10.0, 1.0, 1.0, 1.0, 5.0, 4.0, 2.0, 7.0, 8
 BY_HAND = {
     "grpo": (3 + 10 + 2 + 3 + 7.5) / 5,
     "dapo": 48 / 12,
+    "cispo": 48 / 12,
     "bnpo": 48 / 12,
     "dr_grpo": 48 / (5 * 9),
 }
@@ -216,7 +248,7 @@ def test_any_split_into_micro_batches_sums_to_the_loss_worked_by_hand(loss_type,
     assert summed(loss_type, [micro_batches]) == pytest.approx(BY_HAND[loss_type], rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo"])
 @pytest.mark.parametrize("ranks", [[[2], [3]], [[1, 1], [1, 2]], [[4], [1]], [[1, 1, 1, 1, 1], []]])
 def test_several_processes_are_one(loss_type, ranks):
     assert summed(loss_type, ranks) == pytest.approx(BY_HAND[loss_type], rel=1e-6)

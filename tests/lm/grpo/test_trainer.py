@@ -498,6 +498,8 @@ def test_it_learns_to_write_the_letter_a_and_not_with_a_broken_loss(make, monkey
         {"scale_rewards": "batch", "mask_truncated_completions": True},
         {"beta": 0.1, "temperature": 0.8},
         {"scale_rewards": "raw"},
+        {"loss_type": "cispo", "scale_rewards": "rloo"},
+        {"scale_rewards": "reinforce++"},
         {"rollout_backend": "continuous_batching", "rollout_backend_kwargs": {"max_batch_tokens": 256}},
     ],
 )

@@ -66,6 +66,36 @@ def batch_scaled(scores: Tensor, groups: Tensor, *, correction: int = 1) -> Tens
     return _over_deviation(group_centred(scores, groups), std, scores)
 
 
+def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
+    """Score minus the mean of the others of its group: RLOO (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740).
+
+    Args:
+        scores: [B], as for `group_centred`.
+        groups: [B].
+
+    Returns:
+        [B], float; 0 where a score is alone in its group.
+    """
+    centred = group_centred(scores, groups)
+    _, index = groups.unique(return_inverse=True)
+    sizes = index.bincount()
+    return centred * (sizes / (sizes - 1).clamp(min=1))[index]
+
+
+def batch_whitened(scores: Tensor, groups: Tensor, *, correction: int = 1) -> Tensor:
+    """Score minus the mean of all scores, over their deviation: REINFORCE++ (Hu 2025, arXiv:2501.03262).
+
+    Args:
+        scores: [B], as for `group_centred`.
+        groups: [B]; they do not matter.
+        correction: as for `group_whitened`.
+
+    Returns:
+        [B], float; 0 if all scores are equal.
+    """
+    return group_whitened(scores, torch.zeros_like(groups), correction=correction)
+
+
 def _over_deviation(centred: Tensor, std: Tensor, scores: Tensor) -> Tensor:
     rounding = 1e-6 * scores.abs().max()  # what is left of equal scores after subtracting their mean
     return torch.where(std <= rounding, 0.0, centred / std.clamp(min=1e-30))

@@ -4,13 +4,13 @@ import copy
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab_common.config import Count, CountFromZero, check_ranges, setting
+from trimtab_common.config import Count, CountFromZero, NotNegative, check_ranges, setting
 from trimtab_lm.data.truncation import check_mode
 from trimtab_lm.hf.config import SHARE_PROMPTS, TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.legacy.translations import DPO_ARGUMENTS
 
-from .loss import LOSSES, check_losses
+from .loss import LOSSES, check_losses, needs_reference
 
 
 @dataclass
@@ -22,22 +22,29 @@ class DPOConfig(TrainerConfig):
     """
 
     beta: float = setting(
-        "How strongly the policy is held to the reference: rewards are beta x (log pi - log ref). tau of ipo.",
+        "How strongly the policy is held to the reference: rewards are beta x (log pi - log ref). tau of ipo, lambda "
+        "of orpo; simpo's paper has 2 to 2.5.",
         default=0.1,
     )
     label_smoothing: float = setting(
-        "Share of preferences that are wrong, from 0 to 0.5: conservative DPO, robust, exo_pair, aot, aot_pair.",
+        "Share of preferences that are wrong, from 0 to 0.5: conservative DPO, robust, exo_pair, aot, aot_pair, cpo, "
+        "simpo.",
         default=0.0,
     )
     loss_type: str | list[str] = setting(
         "sigmoid, hinge, ipo, kto_pair (or kto), robust, exo_pair, nca_pair, apo_zero, apo_down, sppo_hard, aot, "
-        "aot_pair, discopop, sft (of the chosen answer); or several, whose weighted sum is the loss. A subclass of "
-        "DPOTrainer with its own dpo_loss takes any name.",
+        "aot_pair, discopop, sft (of the chosen answer); cpo, simpo, orpo, which have no reference; or several, whose "
+        "weighted sum is the loss. A subclass of DPOTrainer with its own dpo_loss takes any name.",
         default="sigmoid",
     )
     loss_weights: list[float] | None = setting("Weights of the losses, of any sum. None: 1 each.", default=None)
+    simpo_gamma: NotNegative | None = setting(
+        "The margin that simpo asks for, in the unit of its rewards, beta x log pi per token. None: 0.5.", default=None
+    )
     reference_free: bool = setting(
-        "Measure against a reference that gives all answers the same probability; no reference model.", default=False
+        "Measure against a reference that gives all answers the same probability; no reference model. True where "
+        "loss_type needs none.",
+        default=False,
     )
     share_prompts: bool | None = setting(SHARE_PROMPTS, default=None)
     disable_dropout: bool = setting("Train without dropout. The reference has none in any case.", default=True)
@@ -102,10 +109,14 @@ class DPOConfig(TrainerConfig):
         self.loss_type = self.loss_type or "sigmoid"
         self.refuse_label_smoothing("DPO")
         self._check_settings()
+        self.reference_free = self.reference_free or not needs_reference(self.loss_type)
         names = ("precompute_ref_log_probs", "ref_adapter_name", "ref_model_init_kwargs")
         given = [name for name in names if getattr(self, name)]
         if self.reference_free and given:
-            raise ValueError(f"reference_free=True has no reference, so {', '.join(given)} mean nothing. Choose one.")
+            raise ValueError(
+                f"loss_type={self.loss_type!r} with reference_free=True has no reference, so {', '.join(given)} mean "
+                "nothing. Choose one."
+            )
         if self.ref_adapter_name is not None and self.ref_adapter_name == self.model_adapter_name:
             raise ValueError(
                 f"model_adapter_name and ref_adapter_name are both {self.ref_adapter_name!r}: the reference would move "
@@ -143,6 +154,8 @@ class DPOConfig(TrainerConfig):
         if not self.has_own_loss:
             numbers = {"beta": self.beta, "label_smoothing": self.label_smoothing}
             check_losses(self.loss_type, self.loss_weights, **numbers)
+        if self.simpo_gamma is not None and "simpo" not in self.loss_type:
+            raise ValueError(f"simpo_gamma={self.simpo_gamma} is of loss_type='simpo', not {self.loss_type!r}.")
         check_mode(self.truncation_mode)
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length={self.max_length} leaves no room for a prompt and an answer. Use at least 2.")

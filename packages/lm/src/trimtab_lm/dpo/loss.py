@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 EXO_SMOOTHING = 1e-3
 DISCOPOP_TAU = 0.05  # as the loss was discovered
+LEAST_SURPRISE = 1e-6  # nats per token: a likelier answer would have infinite odds
 
 
 @dataclass
@@ -200,6 +202,39 @@ def sft(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Te
     return -precise(pairs.chosen) / pairs.chosen_length
 
 
+def cpo(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """-(1 - e) log s(x) - e log s(-x) - log pi(chosen) / n, x = beta (log pi(chosen) - log pi(rejected)): CPO.
+
+    Xu et al. 2024, arXiv:2401.08417, Eq. 5. There is no reference. `sft` is the last term, for other weights of it.
+    """
+    margin = precise(pairs.chosen) - precise(pairs.rejected)
+    return smoothed_logistic(beta * margin, label_smoothing) + sft(pairs, beta=beta)
+
+
+def simpo(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0, gamma: float = 0.5) -> Tensor:
+    """-(1 - e) log s(x) - e log s(-x), x = beta (log pi(chosen) / n - log pi(rejected) / n') - gamma: SimPO.
+
+    Meng et al. 2024, arXiv:2405.14734, Eq. 6, with the answers' lengths n and n'. There is no reference.
+    """
+    margin = precise(pairs.chosen) / pairs.chosen_length - precise(pairs.rejected) / pairs.rejected_length
+    return smoothed_logistic(beta * margin - gamma, label_smoothing)
+
+
+def orpo(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """-log pi(chosen) / n - beta log s(log odds(chosen) - log odds(rejected)): ORPO (Hong et al. 2024,
+    arXiv:2403.07691, Eq. 6-7).
+
+    odds = p / (1 - p), where p is the geometric mean of an answer's token probabilities; beta is the paper's lambda.
+    There is no reference. A p above exp(-1e-6) counts as that.
+    """
+    chosen, rejected = (
+        (precise(logprobs) / length).clamp(max=-LEAST_SURPRISE)
+        for logprobs, length in ((pairs.chosen, pairs.chosen_length), (pairs.rejected, pairs.rejected_length))
+    )
+    log_odds = [mean - torch.log(-torch.expm1(mean)) for mean in (chosen, rejected)]
+    return sft(pairs, beta=beta) - beta * F.logsigmoid(log_odds[0] - log_odds[1])
+
+
 LOSSES: dict[str, Loss] = {
     "sigmoid": sigmoid,
     "hinge": hinge,
@@ -216,11 +251,17 @@ LOSSES: dict[str, Loss] = {
     "aot_pair": aot_pair,
     "discopop": discopop,
     "sft": sft,
+    "cpo": cpo,
+    "simpo": simpo,
+    "orpo": orpo,
 }
 """The losses under their names in configurations; `kto` is another name of `kto_pair`."""
 
-SMOOTHED = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_pair"})
+SMOOTHED = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_pair", "cpo", "simpo"})
 """Losses that know label smoothing."""
+
+WITHOUT_REFERENCE = frozenset({"cpo", "simpo", "orpo"})
+"""Losses that look at the policy alone."""
 
 COUPLED = frozenset({"kto_pair", "kto", "aot", "aot_pair"})
 """Losses that compare the pairs of a micro-batch with each other, so that its size matters."""
@@ -251,10 +292,19 @@ def check_losses(
         )
 
 
-def mixed(names: str | Sequence[str], weights: Sequence[float] | None = None) -> Loss:
+def needs_reference(names: str | Sequence[str]) -> bool:
+    """Whether one of these losses measures against a reference; `sft`, which does not, logs rewards against it."""
+    chosen = {names} if isinstance(names, str) else set(names)
+    return not (chosen & WITHOUT_REFERENCE and chosen <= WITHOUT_REFERENCE | {"sft"})
+
+
+def mixed(
+    names: str | Sequence[str], weights: Sequence[float] | None = None, *, simpo_gamma: float | None = None
+) -> Loss:
     """The sum of these losses of `LOSSES`, times `weights` (1 each by default; they need not sum to 1).
 
-    ValueError for an unknown name, for weights that are not one per name, and for negative weights.
+    simpo_gamma: the gamma of `simpo`; None: its own. ValueError for an unknown name, for weights that are not one per
+    name, and for negative weights.
     """
     names = [names] if isinstance(names, str) else list(names)
     if not names or not LOSSES.keys() >= set(names):
@@ -263,8 +313,9 @@ def mixed(names: str | Sequence[str], weights: Sequence[float] | None = None) ->
             f"Unknown losses {unknown or names}: choose from {', '.join(LOSSES)}. A loss of your own takes a subclass "
             "of DPOTrainer that replaces dpo_loss."
         )
+    losses = LOSSES if simpo_gamma is None else LOSSES | {"simpo": partial(simpo, gamma=simpo_gamma)}
     if weights is None and len(names) == 1:
-        return LOSSES[names[0]]
+        return losses[names[0]]
     weights = [1.0] * len(names) if weights is None else weights
     if len(weights) != len(names) or not all(0 <= weight < float("inf") for weight in weights):
         raise ValueError(f"Losses {names} need one weight each, none negative; got {list(weights)}.")
@@ -272,7 +323,7 @@ def mixed(names: str | Sequence[str], weights: Sequence[float] | None = None) ->
     def mixture(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
         parts = []
         for name, weight in zip(names, weights, strict=True):
-            parts.append(weight * LOSSES[name](pairs, beta=beta, label_smoothing=label_smoothing))
+            parts.append(weight * losses[name](pairs, beta=beta, label_smoothing=label_smoothing))
         return torch.stack(parts).sum(0)
 
     return mixture

@@ -257,7 +257,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Losses and implicit rewards of the chosen and rejected answers, each [B], from log-probabilities [B].
 
-        chosen_length, rejected_length: [B], tokens of each answer, which ipo and sft divide by; without them, and
+        chosen_length, rejected_length: [B], tokens of each answer, which some losses divide by; without them, and
         outside of `get_batch_loss_metrics`, which knows them, log-probabilities are taken for averages.
         """
         config, lengths = self.config, self.chain.lengths
@@ -272,7 +272,7 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         if lengths is None:
             lengths = torch.ones_like(policy[0]), torch.ones_like(policy[1])
         pairs = PairLogprobs(*policy, reference[0].to(policy[0]), reference[1].to(policy[1]), *lengths)
-        loss = mixed(config.loss_type, config.loss_weights)
+        loss = mixed(config.loss_type, config.loss_weights, simpo_gamma=config.simpo_gamma)
         return losses_and_rewards(pairs, loss=loss, beta=config.beta, label_smoothing=config.label_smoothing)
 
     def get_batch_loss_metrics(

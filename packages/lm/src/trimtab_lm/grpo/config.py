@@ -86,13 +86,15 @@ class GRPOConfig(TrainerConfig):
     )
     loss_type: str = setting(
         "What a token weighs. dapo: the same over the whole step. grpo: the same within its completion, and each "
-        "completion the same. bnpo: the same within its process. dr_grpo: 1 / max_completion_length.",
+        "completion the same. bnpo: the same within its process. dr_grpo: 1 / max_completion_length. cispo: as dapo, "
+        "with the ratio, at most 1 + epsilon_high, as a weight of its log-probability that has no gradient.",
         default="dapo",
     )
     # Not bool | str: transformers' parser would make of that a bool.
-    scale_rewards: Literal["group", "batch", "none", "raw", True, False] = setting(
-        "Divide advantages by the deviation of the group, of the whole batch of all processes, or none (Dr. GRPO). "
-        "raw: rewards as they are, without the group's mean taken off (REINFORCE). True is group, False is none.",
+    scale_rewards: Literal["group", "batch", "none", "rloo", "reinforce++", "raw", True, False] = setting(
+        "Rewards less their group's mean, over the deviation of the group, or of the whole batch of all processes, or "
+        "undivided (none: Dr. GRPO). rloo: less the mean of the group's others. reinforce++: less the mean of the "
+        "whole batch, over its deviation. raw: rewards as they are (REINFORCE). True is group, False is none.",
         default="group",
     )
     reward_weights: list[float] | None = setting("Weights of the rewards, the environment last.", default=None)
@@ -125,9 +127,10 @@ class GRPOConfig(TrainerConfig):
 
     @property
     def clip(self) -> dict[str, Any]:
-        """The bounds of the ratio for `policy_losses`."""
+        """The bounds of the ratio for `policy_losses`; `cispo_losses` have no lower one."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        return {"epsilon_low": self.epsilon, "epsilon_high": high, "delta": self.delta}
+        low = 1.0 if self.loss_type == "cispo" else self.epsilon
+        return {"epsilon_low": low, "epsilon_high": high, "delta": self.delta}
 
     @property
     def clips_to_sampler(self) -> bool:
@@ -175,6 +178,8 @@ class GRPOConfig(TrainerConfig):
                 "of per_device_train_batch_size and gradient_accumulation_steps: an optimizer step has whole groups."
             )
         high = self.clip["epsilon_high"]
+        if self.delta is not None and self.loss_type == "cispo":
+            raise ValueError(f"delta={self.delta} has no meaning for cispo, which bounds all ratios. Leave it out.")
         if self.delta is not None and self.delta <= 1 + high:
             raise ValueError(
                 f"delta={self.delta} is not above 1 + epsilon_high = {1 + high:g}, where it would cut what the clip "

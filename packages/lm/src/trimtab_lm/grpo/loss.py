@@ -13,7 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab_common.formulas.advantages import batch_scaled, group_centred, group_whitened
+from trimtab_common.formulas.advantages import (
+    batch_scaled,
+    batch_whitened,
+    group_centred,
+    group_whitened,
+    leave_one_out,
+)
 from trimtab_common.formulas.kl import LOG_RATIO_CLAMP, k3
 from trimtab_common.formulas.surrogate import clipped_surrogate
 
@@ -21,23 +27,35 @@ SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group": group_whitened,
     "batch": batch_scaled,
     "none": group_centred,
+    "rloo": leave_one_out,
+    "reinforce++": batch_whitened,
     "raw": lambda scores, groups: scores,
 }
-"""What scores less the mean of their group are divided by: the deviation of the group, of all groups, or nothing.
+"""What each score is compared with, and what the difference is divided by: see `advantages`."""
 
-"raw" leaves scores as they are, with no mean taken off either.
-"""
+OF_THE_BATCH = ("batch", "reinforce++")
+"""Scales that depend on the scores of all prompts."""
 
 
 def advantages(scores: Tensor, *, scale: str, mask: Tensor | None = None) -> Tensor:
-    """The advantage of each completion over its prompt's other completions.
+    """The advantage of each completion over others.
 
-    scores: [P, G], of G completions to each of P prompts; mask: [P, G], 1 where a completion counts, all by default.
-    scale: "group" (Shao et al. 2024, arXiv:2402.03300), "batch" (Liu et al. 2025, arXiv:2508.08221) or "none" (Dr.
-    GRPO, Liu et al. 2025, arXiv:2503.20783); "raw" compares with nothing, and the score itself is the advantage
-    (REINFORCE without a baseline, Williams 1992). Returns [P, G]: 0 where the mask is 0, whose score enters neither
-    mean nor deviation, and, but for "raw", where all that it is measured against are equal. "batch" means the prompts
-    given: gather the scores of all processes first.
+    - "group", "batch", "none": the score less the mean of its group, over the deviation of the group (Shao et al. 2024,
+      arXiv:2402.03300), over that of all scores (Liu et al. 2025, arXiv:2508.08221), or undivided (Dr. GRPO, Liu et al.
+      2025, arXiv:2503.20783).
+    - "rloo": the score less the mean of the others of its group (Ahmadian et al. 2024, arXiv:2402.14740).
+    - "reinforce++": the score less the mean of all scores, over their deviation (Hu 2025, arXiv:2501.03262).
+    - "raw": the score (REINFORCE without a baseline, Williams 1992).
+
+    Args:
+        scores: [P, G], of G completions to each of P prompts. For the scales `OF_THE_BATCH` gather the scores of all
+            processes first.
+        scale: one of the above.
+        mask: [P, G], 1 where a completion counts, all by default.
+
+    Returns:
+        [P, G]: 0 where the mask is 0, whose score enters neither mean nor deviation, and, but for "raw", where all that
+        it is measured against are equal.
     """
     if scale not in SCALES:
         raise ValueError(f"scale={scale!r} of the advantages: choose from {', '.join(SCALES)}.")
@@ -82,6 +100,24 @@ def policy_losses(
     return clipped_surrogate(log_ratio, advantages, clip_low=epsilon_low, clip_high=epsilon_high, dual_clip=delta)
 
 
+def cispo_losses(log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsilon_high: float) -> Tensor:
+    """-sg(min(r, 1 + epsilon_high)) A log pi: CISPO (MiniMax 2025, arXiv:2506.13585, Eq. 4-5, without a lower bound).
+
+    sg stops the gradient: a token beyond the bound still learns, with a bounded weight.
+
+    Args:
+        log_ratio: [N], log r, by one of `LOG_RATIOS`.
+        advantages: [N], of each token's completion.
+        logprobs: [N], nats, with gradient.
+        epsilon_high: how far above 1 the ratio may be.
+
+    Returns:
+        [N], to be minimised.
+    """
+    weights = log_ratio.detach().exp().clamp(max=1 + epsilon_high)
+    return -weights * advantages * logprobs
+
+
 def corrected_k3(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """pi / pi_old * k3: unbiased for KL(pi, ref) on tokens of pi_old, and its gradient for that KL's (DeepSeek-AI 2025,
     arXiv:2512.02556, Eq. 7).
@@ -111,6 +147,7 @@ NORMALIZATIONS: dict[str, Callable[[Tensor, Totals, int], Tensor]] = {
     "bnpo": lambda lengths, totals, _: torch.ones_like(lengths) / (totals.rank_tokens * totals.ranks),
     "dr_grpo": lambda lengths, totals, limit: torch.ones_like(lengths) / (totals.sequences * limit),
     "dapo": lambda lengths, totals, _: torch.ones_like(lengths) / totals.tokens,
+    "cispo": lambda lengths, totals, _: torch.ones_like(lengths) / totals.tokens,
 }
 """The weight of a token of each completion, [S], by `loss_type`; infinite only where there is no token to weigh.
 
@@ -126,6 +163,7 @@ def token_weights(
     - "grpo": mean over the tokens of each completion, then over completions (Shao et al. 2024, arXiv:2402.03300,
       Eq. 3).
     - "dapo": mean over all tokens of the step, of all processes (Yu et al. 2025, arXiv:2503.14476, Eq. 8).
+    - "cispo": as "dapo", for the losses of `cispo_losses`.
     - "bnpo": mean over the tokens of each process, then over processes: the mean over the local batch, whose tokens
       weigh more where they are fewer. The local batch is all that a process learns from in the step, not one
       micro-batch, so that accumulation changes nothing; with one process it is "dapo".

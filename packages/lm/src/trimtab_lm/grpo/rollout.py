@@ -30,7 +30,7 @@ from trimtab_lm.tokens.scores import TokenScores
 
 from .algorithm import Completions
 from .config import GRPOConfig
-from .loss import advantages
+from .loss import OF_THE_BATCH, advantages
 from .statistics import SURPRISE, ScoredRollout, rollout_stats
 
 EVALUATION = 2**31  # evaluation's draws begin here: steps of training, which number its draws, never get so far
@@ -148,7 +148,7 @@ class GroupSampler:
     def sample(self, rows: Sequence[Row], *, seed: int, real_rows: int | None = None) -> ScoredRollout:
         """A group of completions for each row, with its advantages.
 
-        Collective with scale_rewards="batch" and with environments: every process calls it as often.
+        Collective with a scale `OF_THE_BATCH` and with environments: every process calls it as often.
 
         Args:
             rows: P rows with `prompt`, `prompt_ids` and the columns of the reward functions.
@@ -169,9 +169,9 @@ class GroupSampler:
             rewarded = self._rewards_of(rows, texts, sampled)
         ended = torch.tensor(sampled.ended)
         counted = (ended | (not args.mask_truncated_completions)).view(len(rows), size)
+        counted[real_rows:] &= real_rows is None
         rewards, scale = rewarded.rewards.view(len(rows), size), str(args.scale_rewards)
         values = everyones_advantages(rewards, counted, scale=scale, rank=args.process_index)
-        counted[real_rows:] &= real_rows is None
         if sampled.is_policy and (self.is_noisy or backend.settings.temperature != args.temperature):
             sampled = sampled._replace(is_policy=False)  # of another one than the forward passes of training
         rollout, written = rollout_of(prompts, sampled, is_counted=counted, advantages=values)
@@ -248,8 +248,8 @@ def rollout_of(
 
 
 def everyones_advantages(rewards: Tensor, is_counted: Tensor, *, scale: str, rank: int = 0) -> Tensor:
-    """The advantages [P, G] of this process's completions; see `advantages`. Collective if scale is "batch"."""
-    if scale != "batch":
+    """The advantages [P, G] of this process's completions. Collective if the scale is one `OF_THE_BATCH`."""
+    if scale not in OF_THE_BATCH:
         return advantages(rewards, scale=scale, mask=is_counted)
     parts = gather_over_ranks((rewards, is_counted))
     all_advantages = advantages(torch.cat([r for r, _ in parts]), scale=scale, mask=torch.cat([c for _, c in parts]))

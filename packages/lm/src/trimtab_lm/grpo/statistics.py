@@ -21,7 +21,7 @@ from trimtab_lm.tokens.scores import TokenScores
 
 from .algorithm import Completions, Losses
 from .config import GRPOConfig
-from .loss import Totals
+from .loss import OF_THE_BATCH, Totals
 
 LENGTHS, SURPRISE = "completions/lengths", "sampling/surprise"
 LENGTH_CORRELATION = "completions/length_reward_correlation"
@@ -136,7 +136,7 @@ def numbers_of(stats: Mapping[str, Any]) -> dict[str, float]:
 
 def vitals(numbers: Mapping[str, float], config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Vitals:
     """The quantities for the health checks of the steps since the last log."""
-    is_scaled = config.scale_rewards in ("group", "batch")
+    is_scaled = config.scale_rewards in ("group", *OF_THE_BATCH)
     ended = 1 - numbers.get("completions/clipped_ratio", 0.0)
     return Vitals(
         kl_per_token=numbers.get("kl"),

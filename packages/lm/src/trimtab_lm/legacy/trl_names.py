@@ -131,10 +131,10 @@ MODULES: Mapping[str, Mapping[str, str]] = {
 
 _TRAIN_WITH = {
     "KTO": "DPOTrainer with loss_type='kto_pair' learns from pairs",
-    "ORPO": "use DPOTrainer with loss_type=['sigmoid', 'sft']",
-    "CPO": "use DPOTrainer with reference_free=True",
+    "ORPO": "use DPOTrainer with loss_type='orpo'",
+    "CPO": "use DPOTrainer with loss_type='cpo' or 'simpo'",
     "BCO": "use DPOTrainer",
-    "RLOO": "use GRPOTrainer with scale_rewards='none'",
+    "RLOO": "use GRPOTrainer with scale_rewards='rloo'",
     "PPOv2": "use PPOTrainer, which takes a value_model and trains by train()",
     "OnlineDPO": "use GRPOTrainer",
     "XPO": "use GRPOTrainer",
