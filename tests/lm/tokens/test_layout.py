@@ -8,7 +8,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
+from transformers import masking_utils
 
+from trimtab_lm.compat.models import attention_of
 from trimtab_lm.tokens.attention import tree_mask
 from trimtab_lm.tokens.forward import best_layout, masked_size, score_sequences_in_forward, score_tokens_in_forward
 from trimtab_lm.tokens.layout import (
@@ -127,6 +129,27 @@ def test_packed_rows_hold_documents_side_by_side():
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 0, 0, 0, 0]]
     assert batch["source"].tolist() == [0, 1, 3]  # nothing predicts a document's first token
     assert batch["lengths"].tolist() == [2, 1, 0]
+
+
+def test_rows_of_one_sequence_each_are_causal_without_a_mask(monkeypatch: pytest.MonkeyPatch):
+    model = tiny.llama().eval()
+    score_tokens_in_forward(model)
+    groups = [TokenGroup.document(A), TokenGroup.document([4, 5, 6, 7])]  # the first row ends in padding
+    expected = model(tokens=lay_out(groups, "padded", pad_token_id=0)).logprobs
+    masks: list[object] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, **options: object):
+        masks.append((attn_mask, is_causal))
+        return attend(*args, attn_mask=attn_mask, is_causal=is_causal, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.delattr(masking_utils, "find_packed_sequence_indices")  # it waits for an accelerator
+    batch = lay_out(groups, "packed", pad_token_id=0)
+    assert "position_ids" not in batch
+    torch.testing.assert_close(model(tokens=batch).logprobs, expected)
+    assert set(masks) == {(None, True)}
+    assert attention_of(model) == "sdpa"
 
 
 def test_a_group_is_cut_where_its_sequences_part_or_a_token_counts():

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from trimtab_common.config import Count, CountFromZero, parse_config, setting
-from trimtab_lm.compat.models import undivided
-from trimtab_lm.compat.tracing import UNMASKED, peak_bytes
+from trimtab_lm.compat.models import UNMASKED, undivided
+from trimtab_lm.compat.tracing import peak_bytes
 from trimtab_lm.interface import Forward, decoder_config, trunk_of
 from trimtab_lm.tokens.attention import tree_mask
 from trimtab_lm.tokens.layout import TokenGroup, lay_out

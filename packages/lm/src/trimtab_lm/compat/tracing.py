@@ -11,13 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 
 aten = torch.ops.aten
-UNMASKED = "unmasked"
-"""The name of SDPA for which transformers makes no mask; without one it is causal."""
-AttentionInterface.register(UNMASKED, ALL_ATTENTION_FUNCTIONS["sdpa"])
 
 
 class LiveBytes(TorchDispatchMode):

@@ -97,7 +97,7 @@ class Critic(nn.Module):
 
     def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         inputs = positioned(self.trunk.forward, inputs)
-        with without_logits(self.trunk):
+        with without_logits(self.trunk), self.reader.attending(inputs):
             output = self.trunk(**inputs, use_cache=False, return_dict=True, output_hidden_states=True)
         return last_hidden_state(self.trunk, output)
 

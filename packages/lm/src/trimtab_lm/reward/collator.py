@@ -137,7 +137,8 @@ def sequences(rows: Mapping[str, Tensor], count: int) -> list[list[int]]:
             used = rows["attention_mask"][row].bool()
         else:
             places = torch.arange(len(ids), device=ids.device)
-            used = (places <= place) & (places >= place - rows["position_ids"][row, place])
+            before = rows["position_ids"][row, place] if "position_ids" in rows else place
+            used = (places <= place) & (places >= place - before)
         found.append(ids[used].tolist())
     return found
 

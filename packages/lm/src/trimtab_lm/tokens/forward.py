@@ -74,7 +74,8 @@ def score_sequences_in_forward(model: Model) -> bool:
 
     def score(tokens: Batch) -> tuple[Tensor, Tensor | float]:
         inputs = reader.inputs(tokens)
-        output = trunk(**inputs, use_cache=False, return_dict=True)
+        with reader.attending(inputs):
+            output = trunk(**inputs, use_cache=False, return_dict=True)
         states = output.last_hidden_state.flatten(0, 1).index_select(0, tokens["ends"])
         logits: Tensor = base.get_submodule("score")(states)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

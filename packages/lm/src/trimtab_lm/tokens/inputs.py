@@ -1,13 +1,14 @@
 """What a model reads: the arguments of its forward, from a batch of laid-out tokens."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
-from trimtab_lm.compat.models import attention_of
-from trimtab_lm.interface import Batch, Forward, Model, ModelInputs, base_of
+from trimtab_lm.compat.models import attention_of, unmasked
+from trimtab_lm.interface import Batch, Forward, Model, ModelInputs, base_of, decoder_config, learns_prompt
 from trimtab_lm.tokens.attention import attends_fully, tree_mask
 from trimtab_lm.tokens.fast import GroupMask
 from trimtab_lm.tokens.layout import INPUT_KEYS
@@ -30,6 +31,8 @@ class TokenReader:
         self.model = base_of(model)
         self.forward = self.model.forward if forward is None else forward
         self.has_router_loss, self.attends_fully = has_router_loss(model), attends_fully(model)
+        # Virtual tokens are no part of the inputs, and models with attention of their own (Falcon) read the mask.
+        self.needs_mask = learns_prompt(model) or not self.model.is_backend_compatible()
 
     def inputs(self, tokens: Batch) -> ModelInputs:
         """Returns the arguments of the model's forward for a laid-out batch.
@@ -58,7 +61,14 @@ class TokenReader:
             inputs["encoder_outputs"] = output  # of the model's own class, which may hold more (router logits)
             for name in ("input_ids", "attention_mask"):  # without input_ids FSMT has no causal mask
                 inputs[name] = inputs[name].index_select(0, rows)
-        return inputs if "position_ids" in inputs else positioned(self.forward, inputs)
+        return positioned(self.forward, inputs)
+
+    def attending(self, inputs: ModelInputs) -> AbstractContextManager[None]:
+        """Around the forward of `inputs`: rows of one sequence each, padded on the right, need no mask."""
+        is_causal = "attention_mask" not in inputs and "position_ids" not in inputs and self.attends_fully
+        if not is_causal or self.needs_mask or attention_of(self.model) != "sdpa" or torch.compiler.is_compiling():
+            return nullcontext()
+        return unmasked(decoder_config(self.model))
 
     def runs_by_group(self, ids: Tensor) -> bool:
         """Whether the attention of rows `ids` [R, W] can run group by group: in SDPA, over a single row on a CPU.

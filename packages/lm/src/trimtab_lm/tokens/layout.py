@@ -7,7 +7,8 @@ prompt, two answers), a rollout group (a prompt, G responses). `lay_out` puts gr
   mask grows with the squared width, so that long branches are cheaper with copies of the prefix (`cheapest_split`);
 - row: a tree in a single row without padding, for attention that runs group by group (`attention.GroupMask`);
 - packed: each branch has a copy of its prefix, and rows are filled best-fit. Position ids start again at 0 with each
-  copy and there is no attention mask: transformers then makes a block-diagonal one, or calls a varlen kernel;
+  copy and there is no attention mask: transformers then makes a block-diagonal one, or calls a varlen kernel. Where
+  each row has one branch there are no position ids: attention that is causal over whole rows needs no mask;
 - padded: each branch has a copy of its prefix and a row to itself, padded on the right;
 - encoder-decoder: the encoder reads the prefix once, the decoder reads the branches, both padded on the right.
 """
@@ -171,7 +172,7 @@ def lay_out(
         The inputs of the layout, all int64:
             tree and row: `input_ids`, `position_ids`, `document` and `branch` [R, W]; padding has document -1 and
             branch 0.
-            packed: `input_ids` and `position_ids` [R, W].
+            packed: `input_ids` and, where a row has several branches, `position_ids` [R, W].
             padded: `input_ids` and `attention_mask` [R, W].
             encoder-decoder: `input_ids` and `attention_mask` [groups, P], `decoder_input_ids` and
             `decoder_attention_mask` [S, W], and `encoder_row` [S], the group of each branch.
@@ -222,7 +223,7 @@ def lay_out(
     inputs = {"input_ids": ids}
     if layout == "padded":
         inputs |= {"attention_mask": (document >= 0).astype(np.int64)}
-    else:
+    elif layout != "packed" or len(rows) < len(pieces) or width > max(lengths):
         inputs |= {"position_ids": positions}
     if layout in ("tree", "row"):
         inputs |= {"document": document, "branch": branch}

@@ -213,7 +213,7 @@ class LanguageHead:
         if self.reader.has_router_loss:  # a router's loss needs a 2-D mask; the tree layout has none
             mask = inputs.get("attention_mask")
             inputs["output_router_logits"] = mask is None or len(mask.shape) == 2
-        with forward_replaced(head, score_at_head) as scored:
+        with forward_replaced(head, score_at_head) as scored, self.reader.attending(inputs):
             output = self.run(**inputs, use_cache=False, return_dict=True, output_hidden_states=needs_state)
         if self.separable:
             logprobs, entropy = scored

@@ -102,14 +102,15 @@ def _size(table: nn.Module | Tensor) -> int | None:
 
 
 def positioned(forward: Forward, inputs: ModelInputs) -> ModelInputs:
-    """Adds position ids that skip padding, if `forward` takes position ids and the inputs have none.
+    """Adds position ids that skip padding, if `forward` takes position ids and the inputs have a mask and none.
 
     They are 0 at padding on the left, which GPT-2 would count as text without them.
 
     Args:
         forward: the model's own forward, whose signature is read.
-        inputs: with `attention_mask` [B, T].
+        inputs: `attention_mask` [B, T] says where padding is; without it the rows have none on the left.
     """
-    if "position_ids" in inputs or "position_ids" not in inspect.signature(forward).parameters:
+    has_ids = "position_ids" in inputs or "attention_mask" not in inputs
+    if has_ids or "position_ids" not in inspect.signature(forward).parameters:
         return inputs
     return {**inputs, "position_ids": (inputs["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)}
