@@ -72,20 +72,18 @@ def row(work: Work, result: Result) -> list[str]:
         medians = [statistics.median(figure(pair[side]) for pair in pairs) for side in SIDES]
         return " / ".join(format(median, ".0f" if median >= 100 else form) for median in medians)
 
-    def ratio(figure: Figure, target: float | None) -> str:
-        target = target if result["device"] == "cpu" else None  # they were set for a CPU
+    def ratio(figure: Figure) -> str:
         ratios = sorted(figure(pair["other"]) / figure(pair["ours"]) for pair in pairs)
         spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if len(ratios) > 1 else "one pair"
-        shown = f"**{statistics.median(ratios):.2f}** ({spread})"
-        return shown + (f", target {target:g}" if target else "")
+        return f"**{statistics.median(ratios):.2f}** ({spread})"
 
     return [
         work.name + ("*" if is_disturbed(result) else ""),
         f"{work.text(work.other)} / {work.text(work.ours)}",
         both(step_seconds, ".3g"),
-        ratio(step_seconds, work.target[0]),
+        ratio(step_seconds),
         both(memory, ".0f"),
-        ratio(memory, work.target[1]),
+        ratio(memory),
         f"{both(rate, '.3g')} {pairs[0]['ours']['unit']}",
         both(lambda report: 100 * flops_rate(report) / matmul, ".0f"),
         both(read, ".0f"),
@@ -159,11 +157,12 @@ def versions(results: Results) -> str:
 
 def section(device: str, results: Results) -> str:
     """Returns everything that was measured on a device, in Markdown."""
-    machines, days, commits = (sorted({result[name] for result in results}) for name in ("machine", "day", "commit"))
+    machines, days = (sorted({result[name] for result in results}) for name in ("machine", "day"))
+    period = " to ".join(dict.fromkeys((days[0], days[-1])))
     parts = [
         f"## {', '.join(machines)}",
-        f"`--device {device}`, measured on {', '.join(days)} at commit {', '.join(commits)}. "
-        "Each cell has the other side / ours.",
+        f"`--device {device}`, measured {period}. Each cell has the other side / ours; results.json has each row's "
+        "commit and its processes.",
         *headline(results),
         table(WORKS, results),
     ]

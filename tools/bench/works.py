@@ -34,7 +34,6 @@ class Work:
         ours: trimtab's side.
         settings: settings of both sides.
         equal: facts that both sides report, and the relative difference allowed in each.
-        target: ratios of seconds and of memory to reach.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Work:
     ours: Side = Side(OURS)
     settings: Mapping[str, Any] = field(default_factory=dict)
     equal: Mapping[str, float] = field(default_factory=dict)
-    target: tuple[float | None, float | None] = (None, None)
 
     def text(self, side: Side) -> str:
         """Describes a side: its program and its settings."""
@@ -83,9 +81,9 @@ AT_ONCE, FOUR = {"call": {"batch_size": 32}}, {"call": {"batch_size": 4}}
 GENERATE, STEP, BOTH = ({"phase": phase} for phase in ("generate", "step", "both"))
 
 WORKS = [
-    Work("sft", "sft", Side(TRL), equal=DOCUMENTS, target=(4, 4.5)),
+    Work("sft", "sft", Side(TRL), equal=DOCUMENTS),
     Work("sft-positions", "sft", ON_A_GPU, equal=DOCUMENTS),
-    Work("sft-padding-free", "sft", Side(TRL, {"padding_free": True}), equal=DOCUMENTS, target=(2, 2.3)),
+    Work("sft-padding-free", "sft", Side(TRL, {"padding_free": True}), equal=DOCUMENTS),
     # The sides pack rows in different orders, so their first steps have different documents.
     Work(
         "sft-packed",
@@ -93,13 +91,12 @@ WORKS = [
         Side(TRL),
         settings={"packing": True},
         equal={"first loss": 1e-2, "tokens read": 0},
-        target=(2, 2),
     ),
-    Work("dpo", "dpo", Side(TRL), equal=LOSS, target=(8, 5)),
+    Work("dpo", "dpo", Side(TRL), equal=LOSS),
     Work("dpo-positions", "dpo", ON_A_GPU, equal=LOSS),
     Work("dpo-precomputed", "dpo", Side(TRL), settings=PRECOMPUTED, equal=LOSS),
-    Work("reward", "reward", Side(TRL), equal=LOSS, target=(2.5, 1.6)),
-    Work("grpo", "grpo", Side(TRL), equal=SAMPLED, target=(4, 4.5)),
+    Work("reward", "reward", Side(TRL), equal=LOSS),
+    Work("grpo", "grpo", Side(TRL), equal=SAMPLED),
     Work("grpo-positions", "grpo", ON_A_GPU, equal=SAMPLED),
     Work("grpo-short", "grpo", ON_A_GPU, settings=SHORT, equal=SAMPLED),
     Work("grpo-long", "grpo", ON_A_GPU, settings=LONG, equal=SAMPLED),
@@ -111,14 +108,14 @@ WORKS = [
         settings=MAY_END,
         equal={"sampled": 0.05},
     ),
-    Work("ppo-step", "ppo", Side(TRL_PPO), settings=STEP, equal={"kl": 1e-4, "mean score": 1e-6}, target=(4, 1.5)),
+    Work("ppo-step", "ppo", Side(TRL_PPO), settings=STEP, equal={"kl": 1e-4, "mean score": 1e-6}),
     Work("ppo-short", "ppo", Side(TRL_PPO), settings=STEP | SHORT, equal={"kl": 1e-4, "mean score": 1e-6}),
     Work("ppo-long", "ppo", Side(TRL_PPO), settings=STEP | LONG_BATCH, equal={"kl": 1e-4, "mean score": 1e-6}),
-    Work("ppo-generate", "ppo", Side(TRL_PPO), settings=GENERATE, equal=SAMPLED, target=(2, None)),
+    Work("ppo-generate", "ppo", Side(TRL_PPO), settings=GENERATE, equal=SAMPLED),
     Work("ppo-generate-at-once", "ppo", Side(TRL_PPO), settings=GENERATE | AT_ONCE, equal=SAMPLED),
-    Work("ppo", "ppo", Side(TRL_PPO), settings=BOTH, equal=SAMPLED, target=(3, 1.5)),
+    Work("ppo", "ppo", Side(TRL_PPO), settings=BOTH, equal=SAMPLED),
     Work("ppo-at-once", "ppo", Side(TRL_PPO), settings=BOTH | AT_ONCE, equal=SAMPLED),
-    Work("ddpo", "ddpo", Side(TRL_DDPO), equal=EPOCH, target=(1.3, 1.2)),
+    Work("ddpo", "ddpo", Side(TRL_DDPO), equal=EPOCH),
     Work("ddpo-one-update", "ddpo", Side(TRL_DDPO), settings=ONE_UPDATE, equal=EPOCH),
     Work(
         "ddpo-to-reward",
@@ -126,7 +123,6 @@ WORKS = [
         Side(TRL_DDPO),
         Side(OURS, FEW_STEPS),
         equal=PIPELINE,
-        target=(2.5, None),
     ),
     Work("ddpo-to-reward-few-steps", "ddpo_to_reward", Side(TRL_DDPO), settings=FEW_STEPS, equal=PIPELINE),
 ]
