@@ -62,10 +62,10 @@ def read(runs: Sequence[Run]) -> Report:
     for name, group in groups.items():
         nothing = in_percent(controls.get(name, []), "warmth", "")
         measured[f"gain by {name}"] = differences(in_percent(group, "warmth", ""), nothing)
-        measured[early(name)] = in_percent(group, "warmth", at(DURING, ""))
+        measured[early(name)] = changes(group, DURING)
     for end, known in (("", groups), (", no reward", controls)):
         for name, group in known.items():
-            measured[f"warmth after {name}{end}"] = in_percent(group, "warmth", "")
+            measured[f"change by {name}{end}"] = changes(group, AFTER)
             measured[f"quality after {name}{end}"] = qualities(group, runs)
             measured[f"distance after {name}{end}"] = of_seeds(group, lambda run: run.per_prompt[DISTANCE])
     measured = {name: numbers for name, numbers in measured.items() if numbers}
@@ -93,9 +93,14 @@ def methods(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return {name: groups[name] for name in (DDPO, DRAFT, DRAFT_LV, DPO) if name in groups}
 
 
+def changes(runs: Sequence[Run], sheet: str) -> dict[int, list[float]]:
+    """The change of warmth since before training by seed: for each caption, in per cent of the reachable range."""
+    return differences(*(in_percent(runs, "warmth", at(one, "")) for one in (sheet, BEFORE)))
+
+
 def early(name: str) -> str:
-    """What the warmth is called that a method has reached when a quarter of the evaluations is spent."""
-    return f"warmth after {name} with a quarter of the evaluations"
+    """What the change is called when a quarter of the evaluations is spent."""
+    return f"change by {name} with a quarter of the evaluations"
 
 
 def claims() -> Iterator[Claim]:
@@ -114,8 +119,8 @@ def claims() -> Iterator[Claim]:
     place = {"place": "abstract"}
     for name in drafts:
         yield Claim(f"{name} gains more than DDPO", (f"gain by {name}", f"gain by {DDPO}"), **place, **moved)
-        text = f"{name} with a quarter of the evaluations reaches more than DDPO with all"
-        yield Claim(text, (early(name), f"warmth after {DDPO}"), **place, **moved)
+        text = f"{name} with a quarter of the evaluations changes warmth more than DDPO with all"
+        yield Claim(text, (early(name), f"change by {DDPO}"), **place, **moved)
     yield Claim(f"{DPO} gains more than DDPO", (f"gain by {DPO}", f"gain by {DDPO}"), origin="ours", **moved)
     yield Claim(f"{DRAFT} gains more than {DPO}", (f"gain by {DRAFT}", f"gain by {DPO}"), origin="ours", **moved)
     for name in (DDPO, *drafts, DPO):

@@ -19,7 +19,7 @@ from experiments.run_folders import Run, finished_runs
 
 TINY = {"sample_num_steps": 2, "eval_pictures": 4, "train_batch_size": 2, "log_with": "none"}
 TINY |= {"truncated_backprop_timestep": 1}
-EARLY = "DRaFT-1 with a quarter of the evaluations reaches more than DDPO with all"
+EARLY = "DRaFT-1 with a quarter of the evaluations changes warmth more than DDPO with all"
 OF_METHOD: dict[str, tuple[dict[str, Any], list[int]]] = {
     # 4 samples of 2 steps, the check of their 8 probabilities, and 3 for each of 8 steps, forward and backward
     "ddpo": ({"sample_batch_size": 4, "group_size": 2, "train_timestep_fraction": 1.0}, [8 + 8 + 24, 72]),
