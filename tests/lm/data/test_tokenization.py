@@ -4,7 +4,8 @@ import json
 import warnings
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, load_from_disk
+from datasets.fingerprint import Hasher
 from tests.lm import tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -533,6 +534,19 @@ def test_nothing_is_said_where_nothing_is_cut_and_a_dataset_that_loses_every_row
 def test_pre_tokenized_columns_may_keep_their_names():
     dataset = prepare_dataset(Dataset.from_dict({"input_ids": [[1, 2]], "x": [0]}), lambda row: {"input_ids": [7]})
     assert list(dataset) == [{"input_ids": [7]}]
+
+
+def test_only_rows_on_disk_are_encoded_under_the_hash_of_the_function(tmp_path, monkeypatch):
+    """A file may hold the result; of rows in memory there is none, and the hash of SFT's function takes a second."""
+    rows = Dataset.from_dict({"x": [1, 2]})
+    rows.save_to_disk(tmp_path)
+    once, again = (prepare_dataset(load_from_disk(tmp_path), lambda row: {"y": row["x"]}) for _ in range(2))
+    assert once.cache_files == again.cache_files != []
+    hashed: list[object] = []
+    hash_of = Hasher.hash
+    monkeypatch.setattr(Hasher, "hash", staticmethod(lambda value: hashed.append(value) or hash_of(value)))
+    assert list(prepare_dataset(rows, lambda row: {"y": row["x"]})) == [{"y": 1}, {"y": 2}]
+    assert not any(map(callable, hashed))
 
 
 @pytest.mark.parametrize("kind", [Dataset.from_dict, as_stream])

@@ -1,6 +1,7 @@
 """The documented formats of dataset rows, the parts of a row, and the mapping of a function over rows."""
 
 import sys
+import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -195,6 +196,8 @@ def prepare_dataset(
     batches = {"batched": True, "batch_size": batch_size, "with_indices": True, "remove_columns": dropped}
     if not isinstance(dataset, Dataset):
         return dataset.map(encode_batch, **batches)
+    if not dataset.cache_files:  # datasets would spend a second on a hash of the function, to look for a file of it
+        options = {"new_fingerprint": uuid.uuid4().hex} | options
     with _bars_for_terminals():
         return dataset.map(encode_batch, num_proc=num_proc, desc=desc, **batches, **options)
 
