@@ -16,7 +16,7 @@ from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline, DDPOTrain
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.filterwarnings("ignore")]
 BUILD = {"sd": tiny.stable_diffusion, "sdxl": tiny.stable_diffusion_xl, "sd3": tiny.stable_diffusion_3}
-MANY = {"sample_num_steps": 6, "sample_num_batches_per_epoch": 5}
+MANY = {"sample_num_batches_per_epoch": 5}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {  # pipeline, rank of adapters, settings
     "many samples, bfloat16": ("sd", 4, {**MANY, "mixed_precision": "bf16"}),
     "all weights and a reference": ("sd", 0, {"init_kl_coef": 0.1}),
@@ -48,7 +48,7 @@ class Measured(DDPOTrainer):
 
 
 def config(folder: Path, settings: dict[str, Any]) -> DDPOConfig:
-    sizes = {"sample_num_steps": 4, "sample_batch_size": 4, "sample_num_batches_per_epoch": 2, "train_batch_size": 4}
+    sizes = {"sample_num_steps": 3, "sample_batch_size": 4, "sample_num_batches_per_epoch": 2, "train_batch_size": 4}
     defaults = {"mixed_precision": "no", "sample_eta": 0.7, "log_with": "none", "logdir": str(folder)}
     return DDPOConfig(**defaults | sizes | settings)
 
