@@ -25,7 +25,11 @@ def chat(place, monkeypatch, capsys):
 
     def talk(text, *words, status=0):
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
-        assert main(["chat", *words]) == status
+        if status:
+            with pytest.raises(SystemExit, match=str(status)):
+                main(["chat", *words])
+        else:
+            assert main(["chat", *words]) == 0
         shown = capsys.readouterr()
         return (shown.err if status else shown.out).splitlines()
 

@@ -125,6 +125,7 @@ def test_the_command_prints_a_row_for_each_engine(tmp_path, capsys):
 
 
 def test_the_command_says_in_a_line_that_there_is_no_such_model(tmp_path, capsys):
-    assert main(["--model", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model", str(tmp_path)])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("trimtab memory: error: ")

@@ -383,6 +383,8 @@ def test_a_merged_model_computes_what_base_and_adapter_compute(name, kind, place
     base = kind.from_pretrained("model", **options).eval()
     assert (whole.transformer(ids)[0] - base.transformer(ids)[0]).abs().max() > 1e-4
     assert AutoTokenizer.from_pretrained("whole").get_vocab() == tiny.tokenizer().get_vocab()
-    assert main(["merge", f"runs/{name}", "whole"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["merge", f"runs/{name}", "whole"])
     assert "whole has files" in capsys.readouterr().err
-    assert main(["merge", "model", "new"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["merge", "model", "new"])

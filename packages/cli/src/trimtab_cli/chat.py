@@ -16,9 +16,9 @@ from trimtab_common.seeding import set_seed
 from trimtab_lm.data.tokenization import encode_prompt
 from trimtab_lm.models.loading import AutoModel, load_model
 from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
-from trimtab_lm.sampling.rollout import sampling_config
+from trimtab_lm.sampling.rollout import padding_id, sampling_config
 
-from .subcommands import refuse_missing_path
+from .subcommands import errors_in_one_line, refuse_missing_path
 
 PROGRAM = "trimtab chat"
 ABOUT = """Talk to a model: each line of the input is a message, and the end of the input (Ctrl-D) ends the talk.
@@ -44,15 +44,12 @@ def main(argv: Sequence[str]) -> int:
     add("--system", help="the system message of a model with a chat template")
     add("--seed", type=int, default=0, help="of the sampling (default 0)")
     flags = parser.parse_args(argv)
-    try:
+    with errors_in_one_line("chat"):
         if flags.max_new_tokens < 1 or flags.temperature < 0:
             raise ValueError("--max-new-tokens and --temperature: use 1 token or more, and a temperature of 0 or more.")
         set_seed(flags.seed)
         names = {"": flags.model} if flags.reference is None else {"model": flags.model, "reference": flags.reference}
         speakers = {name: Speaker.load(source, flags.system) for name, source in names.items()}
-    except (ValueError, OSError) as error:
-        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
     heat = {"do_sample": True, "temperature": flags.temperature} if flags.temperature else {"do_sample": False}
     for line in filter(None, map(str.strip, sys.stdin)):
         for name, speaker in speakers.items():
@@ -107,10 +104,8 @@ class Speaker:
         if self.model.config.is_encoder_decoder:
             ids = [*ids, self.tokenizer.eos_token_id]
         query = torch.tensor(ids, device=self.model.device)
-        eos = self.tokenizer.eos_token_id
-        pad = eos if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
-        config, _ = sampling_config(self.model, pad_token_id=pad, **sampling)
-        eos_ids = eos_token_ids(self.model, eos, config)
+        config, _ = sampling_config(self.model, pad_token_id=padding_id(self.tokenizer), **sampling)
+        eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
         responses = generate(self.model, [query], config, eos_ids=eos_ids, batch_size=1, return_prompt=False)
         options = {"is_encoder_decoder": bool(self.model.config.is_encoder_decoder)}
         (reply,) = response_texts(self.tokenizer, [query], responses, **options)

@@ -33,6 +33,7 @@ from trimtab_lm.tokens.layout import TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import forward_replaced
 from trimtab_lm.tokens.scores import score_linear
 
+from .subcommands import errors_in_one_line
 from .tables import print_gib
 
 GATHERED_LAYERS = 2
@@ -241,11 +242,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     (config,) = parse_config(MemoryConfig, argv=argv, description=__doc__, program="trimtab memory")
     warnings.simplefilter("ignore", FutureWarning)  # transformers 5.24 renames gradient_checkpointing_enable
-    try:
+    with errors_in_one_line("memory"):
         size = size_of(AutoConfig.from_pretrained(config.model), config)
-    except (OSError, ValueError) as error:
-        print(f"trimtab memory: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
     chosen = {name: engine for name, engine in engines(config).items() if (name == "one GPU") == (config.gpus == 1)}
     print(f"{config.model} on {config.gpus} GPUs, GiB on each:")
     print_gib(["engine", *Memory._fields], [(name, memory(size, engine, config)) for name, engine in chosen.items()])

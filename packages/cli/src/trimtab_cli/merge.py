@@ -1,7 +1,6 @@
 """`trimtab merge ADAPTER FOLDER`: an adapter and its base model as one model."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import (
 from trimtab_common.compat.noise import expecting_new_head
 from trimtab_lm.models.loading import load_model
 
-from .subcommands import refuse_missing_path
+from .subcommands import errors_in_one_line, refuse_missing_path
 
 PROGRAM = "trimtab merge"
 ABOUT = """Adds an adapter's weights to those of its base model, and saves the whole model with the tokenizer.
@@ -37,11 +36,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("adapter", metavar="ADAPTER", help="hub id or folder of an adapter")
     parser.add_argument("folder", metavar="FOLDER", help="where the model goes; a folder that is new or empty")
     flags = parser.parse_args(argv)
-    try:
+    with errors_in_one_line("merge"):
         merge(flags.adapter, Path(flags.folder))
-    except (OSError, ValueError) as error:
-        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
     print(f"The model is in {flags.folder}.")
     return 0
 

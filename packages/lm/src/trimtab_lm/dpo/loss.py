@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimtab_lm.tokens.scores import upcast
+
 EXO_SMOOTHING = 1e-3
 DISCOPOP_TAU = 0.05  # as the loss was discovered
 LEAST_SURPRISE = 1e-6  # nats per token: a likelier answer would have infinite odds
@@ -40,15 +42,9 @@ class PairLogprobs:
         if self.chosen.dim() != 1 or not (answers and lengths):
             shapes = {name: tuple(tensor.shape) for name, tensor in vars(self).items()}
             raise ValueError(f"Pairs need one number per pair, tensors of one shape [B]; got {shapes}.")
-        dtype = torch.promote_types(self.chosen.dtype, torch.float32)
-        self.chosen_ratio = self.chosen.to(dtype) - self.ref_chosen
-        self.rejected_ratio = self.rejected.to(dtype) - self.ref_rejected
+        self.chosen_ratio = upcast(self.chosen) - self.ref_chosen
+        self.rejected_ratio = upcast(self.rejected) - self.ref_rejected
         self.margin = self.chosen_ratio - self.rejected_ratio
-
-
-def precise(x: Tensor) -> Tensor:
-    """The numbers in float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def implicit_rewards(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Tensor]:
@@ -169,8 +165,8 @@ def aot(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Te
     Melnyk et al. 2024, arXiv:2406.05882: the policy's log pi(chosen) - log pi(rejected) should exceed the
     reference's at every quantile of the batch. Returns [B] in the order of quantiles, not of pairs.
     """
-    policy = (precise(pairs.chosen) - precise(pairs.rejected)).sort().values
-    reference = (precise(pairs.ref_chosen) - precise(pairs.ref_rejected)).sort().values
+    policy = (upcast(pairs.chosen) - upcast(pairs.rejected)).sort().values
+    reference = (upcast(pairs.ref_chosen) - upcast(pairs.ref_rejected)).sort().values
     return smoothed_logistic(beta * (policy - reference), label_smoothing)
 
 
@@ -199,7 +195,7 @@ def sft(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Te
 
     Pang et al. 2024, arXiv:2404.19733, Eq. 1-2. `loss_type=["sigmoid", "sft"]`, `loss_weights=[1, alpha]` is RPO.
     """
-    return -precise(pairs.chosen) / pairs.chosen_length
+    return -upcast(pairs.chosen) / pairs.chosen_length
 
 
 def cpo(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -207,7 +203,7 @@ def cpo(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> Te
 
     Xu et al. 2024, arXiv:2401.08417, Eq. 5. There is no reference. `sft` is the last term, for other weights of it.
     """
-    margin = precise(pairs.chosen) - precise(pairs.rejected)
+    margin = upcast(pairs.chosen) - upcast(pairs.rejected)
     return smoothed_logistic(beta * margin, label_smoothing) + sft(pairs, beta=beta)
 
 
@@ -216,7 +212,7 @@ def simpo(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0, gam
 
     Meng et al. 2024, arXiv:2405.14734, Eq. 6, with the answers' lengths n and n'. There is no reference.
     """
-    margin = precise(pairs.chosen) / pairs.chosen_length - precise(pairs.rejected) / pairs.rejected_length
+    margin = upcast(pairs.chosen) / pairs.chosen_length - upcast(pairs.rejected) / pairs.rejected_length
     return smoothed_logistic(beta * margin - gamma, label_smoothing)
 
 
@@ -228,7 +224,7 @@ def orpo(pairs: PairLogprobs, *, beta: float, label_smoothing: float = 0.0) -> T
     There is no reference. A p above exp(-1e-6) counts as that.
     """
     chosen, rejected = (
-        (precise(logprobs) / length).clamp(max=-LEAST_SURPRISE)
+        (upcast(logprobs) / length).clamp(max=-LEAST_SURPRISE)
         for logprobs, length in ((pairs.chosen, pairs.chosen_length), (pairs.rejected, pairs.rejected_length))
     )
     log_odds = [mean - torch.log(-torch.expm1(mean)) for mean in (chosen, rejected)]

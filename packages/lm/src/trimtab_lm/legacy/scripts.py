@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import sys
@@ -286,11 +285,6 @@ def init_zero_verbose() -> None:
     """Hides warnings, and logs below errors."""
     logging.basicConfig(level=logging.ERROR)
     logging.captureWarnings(True)
-
-
-def is_diffusers_available() -> bool:
-    """Whether diffusers is installed."""
-    return importlib.util.find_spec("diffusers") is not None
 
 
 def strtobool(val: str) -> bool:

@@ -63,8 +63,8 @@ _AVAILABLE = {
     "is_pil_available": "transformers.utils:is_vision_available",
     **_of("accelerate.utils", "is_npu_available is_xpu_available"),
     **_of("transformers.integrations", "is_wandb_available"),
-    **_of(_SCRIPTS, "is_diffusers_available"),
-    **_of(_UTIL_FUNCTIONS, "is_llmblender_available is_transformers_greater_than is_unsloth_available"),
+    **_of(_UTIL_FUNCTIONS, "is_diffusers_available is_llmblender_available is_unsloth_available"),
+    **_of(_UTIL_FUNCTIONS, "is_transformers_greater_than"),
     **dict.fromkeys(("is_accelerate_greater_20_0", "is_torch_greater_2_0"), f"{_UTIL_FUNCTIONS}:is_current"),
 }
 _CORE = {

@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -217,14 +218,13 @@ def is_conversational(example: dict[str, Any]) -> bool:
 # ---------------------------------------------------------------- trl.import_utils
 
 
-def is_unsloth_available() -> bool:
-    """Whether unsloth is installed."""
-    return importlib.util.find_spec("unsloth") is not None
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
-def is_llmblender_available() -> bool:
-    """Whether llm_blender is installed."""
-    return importlib.util.find_spec("llm_blender") is not None
+is_diffusers_available = partial(_is_installed, "diffusers")
+is_llmblender_available = partial(_is_installed, "llm_blender")
+is_unsloth_available = partial(_is_installed, "unsloth")
 
 
 def is_transformers_greater_than(version: str) -> bool:

@@ -43,6 +43,7 @@ from trimtab_lm.models.reward_adapter import load_reward_adapter
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.logprobs import last_hidden_state, linear_in_own_dtype, lm_head_of, state_width, without_logits
 from trimtab_lm.tokens.positions import positioned
+from trimtab_lm.tokens.scores import upcast
 
 HEAD_OPTIONS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")
 KBIT_OPTIONS = ("use_gradient_checkpointing", "gradient_checkpointing_kwargs")
@@ -267,7 +268,7 @@ class PreTrainedModelWrapper(nn.Module):
                 "the labels out."
             )
         values = self.v_head(last_hidden_state(self.pretrained_model, output))
-        logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+        logits = upcast(output.logits)
         result = (logits, output.loss, values.to(logits.device))
         return (*result, output.get(CACHE)) if return_past_key_values else result
 

@@ -20,7 +20,7 @@ from trimtab_lm.models.value_head import PreTrainedModelWrapper
 from trimtab_lm.sampling.rollout import RolloutBackend
 from trimtab_lm.tokens.layout import TokenGroup, lay_out, pad
 from trimtab_lm.tokens.logprobs import exact_kl
-from trimtab_lm.tokens.scores import score_logits
+from trimtab_lm.tokens.scores import score_logits, upcast
 
 from .config import PPOConfig
 from .experience import UNKNOWN, Experience, Unfinished
@@ -336,4 +336,4 @@ def full_logprobs(logits: Tensor | None, temperature: float) -> Tensor:
             "kl_penalty='full' needs the logits of policy and reference. batched_forward_pass was called with "
             "return_logits=True, and returned None in their place."
         )
-    return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    return (upcast(logits) / temperature).log_softmax(-1)

@@ -214,6 +214,10 @@ def distortions(config: GenerationConfig) -> list[str]:
     ]
 
 
+WARPERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings that warp a token's distribution, by the names that all backends share."""
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
     """How to sample completions. With the defaults, a token follows the model's own distribution.
@@ -266,17 +270,18 @@ class SamplingSettings:
         settings = {name: kwargs.pop(name) for name in names}
         return cls(**settings, generation_kwargs=kwargs)
 
+    @property
+    def warpers(self) -> dict[str, Any]:
+        """The values of `WARPERS`."""
+        return {name: getattr(self, name) for name in WARPERS}
+
     def config(self, model: Any, *, pad_token_id: int) -> tuple[GenerationConfig, dict[str, Any]]:
         """transformers' complete configuration, and the generation_kwargs that it does not know."""
         chosen = {
             "do_sample": True,
             "use_cache": True,
             "max_new_tokens": self.max_completion_length,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
+            **self.warpers,
             **self.generation_kwargs,
         }
         return sampling_config(model, pad_token_id=pad_token_id, **chosen)
@@ -284,7 +289,7 @@ class SamplingSettings:
 
 OWNED = {
     *("max_length", "max_new_tokens", "max_tokens", "max_time", "n", "num_beams", "num_return_sequences", "seed"),
-    *("logprobs", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("logprobs", *WARPERS),
 }
 """What `generation_kwargs` may not set: it has an argument of its own, or the trainer decides it."""
 

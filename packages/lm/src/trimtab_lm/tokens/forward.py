@@ -27,6 +27,7 @@ from trimtab_lm.tokens.inputs import TokenReader
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
 from trimtab_lm.tokens.logprobs import LanguageHead
 from trimtab_lm.tokens.router import classifier_router_loss, has_router_loss
+from trimtab_lm.tokens.scores import upcast
 
 EXACT = (torch.float32, torch.float64)
 """Types in which another order of the same sums changes results by far less than text that leaks."""
@@ -77,8 +78,7 @@ def score_sequences_in_forward(model: Model) -> bool:
         with reader.attending(inputs):
             output = trunk(**inputs, use_cache=False, return_dict=True)
         states = output.last_hidden_state.flatten(0, 1).index_select(0, tokens["ends"])
-        logits: Tensor = base.get_submodule("score")(states)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = upcast(base.get_submodule("score")(states))
         return logits, classifier_router_loss(base, output.get("router_logits"), inputs.get("attention_mask"), states)
 
     _extend_forward(model, model.forward, score, score_sequences_in_forward, scores_sequences=True)

@@ -109,9 +109,9 @@ def chunk_size(vocab_size: int, device: torch.device) -> int:
     return max(1, max(CHUNK_ELEMENTS, memory_of(device) // (DEVICE_SHARE * 2 * 4)) // vocab_size)
 
 
-def upcast(logits: Tensor) -> Tensor:
-    """Logits in float32, or as they are in float64."""
-    return logits if logits.dtype == torch.float64 else logits.float()
+def upcast(x: Tensor) -> Tensor:
+    """Numbers in float32, or as they are in float64."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class _ScoreLogits(torch.autograd.Function):

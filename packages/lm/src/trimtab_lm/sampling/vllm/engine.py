@@ -183,11 +183,8 @@ def sampling_params(
     return {
         "n": n,
         "max_tokens": settings.max_completion_length,
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
+        **settings.warpers,
         "min_p": settings.min_p or 0.0,
-        "repetition_penalty": settings.repetition_penalty,
         "seed": sampling_seed(seed, rank=0, draw=number) % 2**31,  # vLLM adds the number of the generation
         "logprobs": 0,  # of the sampled token alone
         "stop_token_ids": list(eos_ids),
@@ -199,11 +196,9 @@ def sampling_params(
 
 def sampling_of(settings: SamplingSettings) -> GenerationConfig:
     """The settings that can change the distribution, by transformers' names."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     bad_words = settings.generation_kwargs.get("bad_words")
-    min_tokens = settings.generation_kwargs.get("min_tokens")
-    values = {name: getattr(settings, name) for name in names}
-    return GenerationConfig(do_sample=True, **values, bad_words_ids=bad_words and [[0]], min_new_tokens=min_tokens)
+    further = {"bad_words_ids": bad_words and [[0]], "min_new_tokens": settings.generation_kwargs.get("min_tokens")}
+    return GenerationConfig(do_sample=True, **settings.warpers, **further)
 
 
 def engine_policy(model: Model) -> PreTrainedModel:
