@@ -198,9 +198,6 @@ def settings(
         kinds: the classes of its settings, that of the trainer at the end.
         recipe: its defaults, in place of those of the classes.
         without: fields that the subcommand has under another name.
-
-    Returns:
-        An instance of each class.
     """
     if not sys.stderr.isatty():  # where the bars of downloads and of loading would be lines of their own
         datasets.disable_progress_bars()

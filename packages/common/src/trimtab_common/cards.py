@@ -62,7 +62,7 @@ def write_model_card(
     repo_id: str | None = None,
     **header: Any,
 ) -> Path:
-    """Writes a model card, README.md.
+    """Writes a model card, README.md, and returns the file.
 
     Args:
         path: the folder, created where it does not exist.
@@ -78,9 +78,6 @@ def write_model_card(
         tags: more tags for the header.
         repo_id: the model's repository; by default `path`, or the name of a folder whose path is absolute.
         header: more entries of the header; see `huggingface_hub.ModelCardData`.
-
-    Returns:
-        The file.
     """
     folder, facts = Path(path), facts or {}
     folder.mkdir(parents=True, exist_ok=True)

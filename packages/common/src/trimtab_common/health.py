@@ -151,14 +151,11 @@ class HealthMonitor:
         self._state = MonitorState(checks=0, first={}, recent={}, last_alert={})
 
     def check(self, vitals: Vitals, stats: Mapping[str, object] = {}) -> list[Alert]:
-        """Checks one step.
+        """Checks one step, and returns the alerts to show now.
 
         Args:
             vitals: the quantities that the conditions are about.
             stats: other statistics, which must be finite and are not judged further.
-
-        Returns:
-            The alerts to show now.
 
         Raises:
             TrainingDivergedError: a statistic or a vital is NaN or infinite.

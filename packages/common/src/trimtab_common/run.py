@@ -101,15 +101,12 @@ class Run:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, root: str | Path, step: int, *, keep: int | None = None) -> Path:
-        """Writes root/checkpoint-<step> with everything that the next step depends on. Collective.
+        """Writes and returns root/checkpoint-<step>, with everything that the next step depends on. Collective.
 
         Args:
             root: a folder that holds checkpoints of this run alone.
             step: how many steps of the run are done.
             keep: how many checkpoints stay, this one included; None keeps all.
-
-        Returns:
-            The checkpoint's folder.
 
         Raises:
             CheckpointError: the folder holds checkpoints of another run, or the engine is DeepSpeed's.

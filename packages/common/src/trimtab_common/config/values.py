@@ -19,13 +19,10 @@ class ConfigError(ValueError):
 
 
 def read_settings(file: str | Path) -> dict[str, object]:
-    """Reads the settings of a YAML file.
+    """Reads the settings of a YAML file, by their names.
 
     Args:
         file: A file of lines `name: value`, as --config takes it.
-
-    Returns:
-        The values by name.
 
     Raises:
         ConfigError: If the file cannot be read, or holds something else.

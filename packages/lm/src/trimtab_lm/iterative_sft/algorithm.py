@@ -44,12 +44,11 @@ def batches_of_updates(
 def update(batches: Sequence[Batch], optimizer: Optimizer, *, count: Tensor) -> dict[str, Any]:
     """One optimizer step: descends -log p, averaged over the tokens of all batches and processes.
 
+    Returns what `Optimizer.step` does, and `num_tokens`.
+
     Args:
         optimizer: differentiates `loss` and takes the step.
         count: how many tokens of all batches and processes have a label.
-
-    Returns:
-        `grad_norm`, `learning_rate` and `num_tokens`.
     """
     for batch in optimizer.parts(batches):
         optimizer.backward(batch, count)
