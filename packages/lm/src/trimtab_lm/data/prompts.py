@@ -1,6 +1,5 @@
 """Data for trainers that own their loop: tokenized prompts, and batches whose order survives a restart."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,12 +7,11 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_collate
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Row, RowFormat, T, TemplateSettings, columns_of, prepare_dataset, row_format
-from trimtab_lm.data.media import check_features
 from trimtab_lm.data.nulls import without_nulls
 from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt
@@ -22,7 +20,6 @@ from trimtab_lm.interface import Data
 from trimtab_lm.tokens.positions import Positions
 
 PROMPT_COLUMNS = ("query", "prompt")
-KEPT_COLUMNS = (*PROMPT_COLUMNS, "label", "response")
 PROMPT_IDS = "prompt_ids"
 """The column of token ids that `tokenize_prompts` adds by default."""
 
@@ -127,13 +124,6 @@ def upcoming_queries(dataloader: DataLoader[Any]) -> list[Tensor]:
             "prepare_dataloader is overridden. Set asynchronous_rollouts=False, or leave it as it is."
         )
     return dataloader.collate_fn([dataloader.dataset[row] for row in batches.upcoming()])["input_ids"]
-
-
-def used_columns(dataset: Dataset, model: nn.Module) -> Dataset:
-    """The dataset with the arguments of the model's forward, queries, responses and labels alone."""
-    known = {*inspect.signature(model.forward).parameters, *KEPT_COLUMNS}
-    unused = [name for name in dataset.column_names if name not in known]
-    return dataset.remove_columns(unused)
 
 
 def open_dataset(name: str, split: str = "train") -> Dataset:
@@ -268,27 +258,6 @@ def as_queries(
         return {"query": tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)}
 
     return rows.map(add_text, remove_columns=[column], num_proc=num_proc, desc="writing queries")
-
-
-def open_prompts(
-    dataset: object,
-    name: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    is_encoder_decoder: bool,
-    is_collated: bool,
-    num_proc: int | None = None,
-) -> Any:
-    """Returns prompts with `input_ids`, from the caller's dataset or, if that is None, from the one called `name`.
-
-    A dataset for a collator of the caller's (`is_collated`), or of another library, is returned as it is.
-    """
-    if dataset is None and name:
-        dataset = open_dataset(name)
-    check_features(dataset)
-    if isinstance(dataset, Dataset) and not is_collated and "input_ids" not in dataset.column_names:
-        return as_queries(dataset, tokenizer, is_encoder_decoder=is_encoder_decoder, num_proc=num_proc)
-    return dataset
 
 
 def endless(batches: Iterable[T]) -> Iterator[T]:

@@ -13,8 +13,6 @@ from torch import Tensor
 from trimtab_lm.tokens.layout import sum_per_sequence
 from trimtab_lm.tokens.scores import TokenScores
 
-from .loss import Loss, PairLogprobs, implicit_rewards
-
 
 class PairScores(NamedTuple):
     """The scores of both answers of B pairs, [B] each, summed over the answer's unmasked tokens, and a router's loss.
@@ -67,15 +65,3 @@ def compare(
     lengths = {"chosen_length": policy.chosen_length, "rejected_length": policy.rejected_length}
     losses, chosen, rejected = boxes.dpo_loss(policy.chosen_logps, policy.rejected_logps, *reference, **lengths)
     return losses + policy.router_loss, chosen, rejected, policy
-
-
-def losses_and_rewards(
-    pairs: PairLogprobs, *, loss: Loss, beta: float, label_smoothing: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses of pairs (Eq. 7 and its relatives), and the rewards for which the policy is optimal (Eq. 5), all [B].
-
-    The rewards have no gradient.
-    """
-    losses = loss(pairs, beta=beta, label_smoothing=label_smoothing)
-    chosen, rejected = implicit_rewards(pairs, beta=beta)
-    return losses, chosen.detach(), rejected.detach()

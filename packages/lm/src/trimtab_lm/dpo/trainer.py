@@ -30,13 +30,13 @@ from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.forward import score_tokens_in_forward
 from trimtab_lm.tokens.positions import Positions
 
-from .algorithm import compare, losses_and_rewards, score
+from .algorithm import compare, score
 from .chain2024 import Chain2024, RefModel, Setting, get_batch_logps
 from .collator import REFERENCE_COLUMNS, PreferencePairCollator, concatenated_inputs, count_pairs, tokens_of
 from .config import DPOConfig
 from .data import Datasets
 from .evaluation import log_answers, sample_answers, unpadded
-from .loss import PairLogprobs, mixed
+from .loss import PairLogprobs, implicit_rewards, mixed
 from .setup import check_kind, load_reference, make_reference, make_trainable, padding_of
 from .statistics import pair_statistics
 
@@ -272,8 +272,9 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         if lengths is None:
             lengths = torch.ones_like(policy[0]), torch.ones_like(policy[1])
         pairs = PairLogprobs(*policy, reference[0].to(policy[0]), reference[1].to(policy[1]), *lengths)
-        loss = mixed(config.loss_type, config.loss_weights, simpo_gamma=config.simpo_gamma)
-        return losses_and_rewards(pairs, loss=loss, beta=config.beta, label_smoothing=config.label_smoothing)
+        loss, beta = mixed(config.loss_type, config.loss_weights, simpo_gamma=config.simpo_gamma), config.beta
+        chosen, rejected = implicit_rewards(pairs, beta=beta)
+        return loss(pairs, beta=beta, label_smoothing=config.label_smoothing), chosen.detach(), rejected.detach()
 
     def get_batch_loss_metrics(
         self, model: nn.Module, batch: Batch, train_eval: str = "train"

@@ -30,7 +30,7 @@ from .config import Config, for_own_collators
 from .hooks import HooksOf2024, predictions_of
 from .lines import show_lines
 from .models import load_processing_class, prepare_sharding
-from .streams import NO_BATCH, Passes, check_evaluated
+from .streams import NO_BATCH, Passes
 from .tracking import Tables, prepare_trackers
 from .types import Batch, BatchLoss, DataOptions, DataSource, Prediction, TrainerOptions, Trial, Use
 
@@ -239,7 +239,8 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         prefix = args[3] if len(args) > 3 else kwargs.get("metric_key_prefix", "eval")
         shard_model(self)
         output = super().evaluation_loop(dataloader, *args, **kwargs)
-        check_evaluated(output.num_samples)
+        if not output.num_samples:
+            raise ValueError("There is no row to evaluate: a filter, or a limit such as max_length, leaves none.")
         recorded = {f"{prefix}_{name}": value for name, value in self.statistics(training=False).items()}
         metrics = recorded | (output.metrics or {})
         if (loss := f"{prefix}_loss") in recorded:  # compute_metrics may replace a statistic, but not the loss

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from accelerate import Accelerator
@@ -122,11 +121,3 @@ def prepare_sharding(model: Model, accelerator: Accelerator) -> None:
                 "input embeddings and the LM head into one group. Train it with DDP or DeepSpeed."
             )
     keep_output_precision(accelerator)
-
-
-def load_weights(model: Model, folder: Path) -> None:
-    """Loads into a model the weights that its `save_pretrained` wrote into a folder."""
-    if isinstance(model, PeftModel):
-        model.load_adapter(str(folder), model.active_adapter, is_trainable=True)
-    else:
-        model.load_state_dict(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())

@@ -73,9 +73,3 @@ class Passes(torch.utils.data.IterableDataset[Batch]):
             handler = self.trainer.callback_handler
             handler.on_epoch_end(args, state, control)
             handler.on_epoch_begin(args, state, control)
-
-
-def check_evaluated(num_rows: int | None) -> None:
-    """Raises ValueError if an evaluation had no row."""
-    if not num_rows:
-        raise ValueError("There is no row to evaluate: a filter, or a limit such as max_length, leaves none.")

@@ -4,12 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimtab_lm.hf.types import Batch
-from trimtab_lm.interface import Model
-from trimtab_lm.sft.algorithm import score_labels, token_nll
-from trimtab_lm.tokens.scores import TokenScores
 
 
 class Optimizer(Protocol):
@@ -47,22 +44,9 @@ def update(batches: Sequence[Batch], optimizer: Optimizer, *, count: Tensor) -> 
     Returns what `Optimizer.step` does, and `num_tokens`.
 
     Args:
-        optimizer: differentiates `loss` and takes the step.
+        optimizer: differentiates SFT's loss and takes the step.
         count: how many tokens of all batches and processes have a label.
     """
     for batch in optimizer.parts(batches):
         optimizer.backward(batch, count)
     return optimizer.step() | {"num_tokens": count}
-
-
-def loss(model: nn.Module, batch: Batch, *, policy: Model, count: Tensor) -> tuple[Tensor, TokenScores]:
-    """A batch's part of an update's loss, -sum of log p over `count`, and the scores of its tokens.
-
-    Args:
-        model: as it is wrapped.
-        batch: model inputs and `labels` [B, T], -100 where a token does not count.
-        policy: the same model, not wrapped.
-        count: how many tokens of all batches and processes have a label.
-    """
-    scores = score_labels(model, batch, policy=policy)
-    return token_nll(scores, count=count), scores

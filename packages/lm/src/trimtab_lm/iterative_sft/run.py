@@ -13,6 +13,7 @@ import torch
 from accelerate.checkpointing import load_accelerator_state
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
+from peft import PeftModel
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerState
@@ -26,7 +27,6 @@ from trimtab_common.stats import Mean, Recorder, gather_over_ranks
 from trimtab_lm.hf.checkpoints import STATE
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.hf.labels import LabelTrainer
-from trimtab_lm.hf.models import load_weights
 from trimtab_lm.hf.types import Batch
 from trimtab_lm.interface import Model, base_of
 
@@ -299,7 +299,10 @@ class StepRun:
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:  # accelerate holds the shards of the weights
             accelerator.load_state(str(folder))
         else:
-            load_weights(trainer.model, folder)
+            if isinstance(model := trainer.model, PeftModel):
+                model.load_adapter(str(folder), model.active_adapter, is_trainable=True)
+            else:
+                model.load_state_dict(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())
             index, scaler = trainer.args.process_index, accelerator.scaler
             load_accelerator_state(str(folder), [], [trainer.optimizer], [], [], index, scaler, "cpu")
         # accelerate would unpickle the state of a schedule that it saves, and with it any code that the file holds.

@@ -13,8 +13,9 @@ from trimtab_lm.hf.labels import LabelTrainer, document_collator, label_stats
 from trimtab_lm.hf.models import load_language_model
 from trimtab_lm.interface import Model, Processor
 from trimtab_lm.legacy.arguments import ITERATIVE_SFT, takes_constructor_of_2024
+from trimtab_lm.sft.algorithm import score_labels, token_nll
 
-from .algorithm import loss, update
+from .algorithm import update
 from .config import IterativeSFTConfig
 from .data import Reader, rows_of_tensors, rows_of_texts, tokenize_dataset
 from .run import StepRun
@@ -120,10 +121,10 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
 
     def batch_loss(self, model: nn.Module, batch: Batch, items: Tensor) -> BatchLoss:
         """-sum of log p over the tokens that count, divided by their number in the whole step."""
-        batch_loss, scores = loss(model, batch, policy=self.model, count=items)
+        scores = score_labels(model, batch, policy=self.model)
         stats = label_stats(scores)
         self.run.stats.add({"loss": stats["loss"]}, training=model.training)
-        return BatchLoss(batch_loss, stats)
+        return BatchLoss(token_nll(scores, count=items), stats)
 
     def train(
         self,

@@ -1,5 +1,6 @@
 """The arguments of a PPOTrainer, checked and completed."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,8 @@ from trimtab_common.run_record import RunRecord, rows_fingerprint
 from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
 from trimtab_lm import interface
-from trimtab_lm.data.prompts import ShuffledBatches, collate_columns, open_prompts, used_columns
+from trimtab_lm.data.media import check_features
+from trimtab_lm.data.prompts import PROMPT_COLUMNS, ShuffledBatches, as_queries, collate_columns, open_dataset
 from trimtab_lm.interface import base_of
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
@@ -214,24 +216,27 @@ def open_data(
     trainer: Trainer, dataset: Any, data_collator: Callable[[Sequence[Any]], Any] | None
 ) -> tuple[Any, DataLoader[Any] | None, ShuffledBatches | None]:
     """The prompts, their batches, and the position in them, which checkpoints hold."""
-    rows = open_prompts(
-        *(dataset, trainer.config.query_dataset, trainer.tokenizer),
-        is_encoder_decoder=trainer.is_encoder_decoder,
-        is_collated=data_collator is not None,
-        num_proc=trainer.config.dataset_num_proc,
-    )
-    if rows is None:
+    config = trainer.config
+    if dataset is None and config.query_dataset:
+        dataset = open_dataset(config.query_dataset)
+    if dataset is None:
         return None, None, None
-    dataloader = trainer.prepare_dataloader(rows, data_collator)
+    check_features(dataset)
+    if isinstance(dataset, Dataset) and data_collator is None and "input_ids" not in dataset.column_names:
+        kind, workers = trainer.is_encoder_decoder, config.dataset_num_proc
+        dataset = as_queries(dataset, trainer.tokenizer, is_encoder_decoder=kind, num_proc=workers)
+    dataloader = trainer.prepare_dataloader(dataset, data_collator)
     batches = dataloader.batch_sampler
-    return rows, dataloader, batches if isinstance(batches, ShuffledBatches) else None
+    return dataset, dataloader, batches if isinstance(batches, ShuffledBatches) else None
 
 
 def dataloader_of(trainer: Trainer, rows: Any, data_collator: Callable[[Sequence[Any]], Any] | None) -> DataLoader[Any]:
     """See `PPOTrainer.prepare_dataloader`."""
     config, accelerator, collate = trainer.config, trainer.accelerator, data_collator or collate_columns
     if config.remove_unused_columns and isinstance(rows, Dataset):
-        rows = used_columns(rows, base_of(trainer.model.pretrained_model))  # a PeftModel's forward names no columns
+        base = base_of(trainer.model.pretrained_model)  # a PeftModel's forward names no columns
+        known = {*inspect.signature(base.forward).parameters, *PROMPT_COLUMNS, "label", "response"}
+        rows = rows.remove_columns([name for name in rows.column_names if name not in known])
     ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
     return DataLoader(
         rows,
