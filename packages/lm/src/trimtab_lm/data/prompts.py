@@ -1,7 +1,6 @@
 """Data for trainers that own their loop: tokenized prompts, and batches whose order survives a restart."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from trimtab_lm.data.nulls import without_nulls
 from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt
 from trimtab_lm.data.truncation import report_truncation, truncate_columns
-from trimtab_lm.interface import Data
 from trimtab_lm.tokens.positions import Positions
 
 PROMPT_COLUMNS = ("query", "prompt")
@@ -150,7 +148,7 @@ def open_dataset(name: str, split: str = "train") -> Dataset:
 
 
 def tokenize_prompts(
-    dataset: Data | dict[str, Data] | None,
+    dataset: object,
     tokenizer: PreTrainedTokenizerBase,
     *,
     is_encoder_decoder: bool,
@@ -165,8 +163,7 @@ def tokenize_prompts(
 ) -> Any:
     """The dataset with its prompts' tokens in one more column; all others stay, for the reward functions.
 
-    Returns a dict for a dict; returns None, and a dataset with this column, unchanged. Drops an EOS that the tokenizer
-    adds to a prompt, except for an encoder.
+    A dataset with this column stays as it is. Drops an EOS that the tokenizer adds to a prompt, except for an encoder.
 
     Args:
         dataset: with a column of texts or conversations.
@@ -181,13 +178,7 @@ def tokenize_prompts(
         TypeError: the dataset is a stream, or no dataset at all.
         ValueError: the column is missing, a prompt is empty, or a prompt leaves no room for its completion.
     """
-    options: dict[str, Any] = {"max_length": max_length, "max_completion_length": max_completion_length}
-    options |= {"positions": positions, "chat_template_kwargs": chat_template_kwargs}
-    options |= {"is_encoder_decoder": is_encoder_decoder, "column": column, "into": into}
-    if isinstance(dataset, dict):
-        options |= {"needed_for": needed_for, "num_proc": num_proc}
-        return {name: tokenize_prompts(one, tokenizer, **options) for name, one in dataset.items()}
-    if dataset is None or (isinstance(dataset, Dataset) and into in dataset.column_names):
+    if isinstance(dataset, Dataset) and into in dataset.column_names:
         return dataset
     if isinstance(dataset, IterableDataset | torch.utils.data.IterableDataset):
         raise TypeError(
@@ -198,40 +189,22 @@ def tokenize_prompts(
     data = as_data(dataset)
     if column == "prompt":
         row_format(columns_of(data), [RowFormat.PROMPT], needed_for=needed_for)
-    encode = partial(_encode, tokenizer=tokenizer, **options)
+    template, bos = {"chat_template_kwargs": chat_template_kwargs}, tokenizer.bos_token_id
+
+    def encode(row: Row) -> dict[str, list[int]]:
+        ids = encode_prompt(tokenizer, row[column], tools=row.get("tools"), **template)["input_ids"]
+        if not ids:
+            raise ValueError("The prompt is empty, and there is no token to continue from. Fill it or drop the row.")
+        stops = [tokenizer.eos_token_id] if is_encoder_decoder else []
+        prompt = truncate_columns({into: [*ids, *stops]}, {into: max_length}, mode="keep_end", bos_token_id=bos)
+        if positions is not None:
+            remedy = f"Lower max_prompt_length ({max_length}) or max_completion_length ({max_completion_length})."
+            kind, length = {"is_encoder_decoder": is_encoder_decoder}, len(prompt[into])
+            positions.check_sample(length, max_completion_length, **kind, remedy=remedy)
+        return prompt
+
     rows = prepare_dataset(data, encode, keep=columns_of(data), num_proc=num_proc, desc="tokenizing prompts")
     return report_truncation(rows, limit=f"max_prompt_length={max_length}")
-
-
-def _encode(
-    row: Row,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    is_encoder_decoder: bool,
-    column: str,
-    into: str,
-    max_length: int | None,
-    max_completion_length: int,
-    positions: Positions | None,
-    chat_template_kwargs: TemplateSettings | None,
-) -> dict[str, list[int]]:
-    ids = encode_prompt(tokenizer, row[column], tools=row.get("tools"), chat_template_kwargs=chat_template_kwargs)[
-        "input_ids"
-    ]
-    if not ids:
-        raise ValueError("The prompt is empty, and there is no token to continue from. Fill it or drop the row.")
-    stops = [tokenizer.eos_token_id] if is_encoder_decoder else []
-    prompt = truncate_columns(
-        {into: [*ids, *stops]}, {into: max_length}, mode="keep_end", bos_token_id=tokenizer.bos_token_id
-    )
-    if positions is not None:
-        positions.check_sample(
-            len(prompt[into]),
-            max_completion_length,
-            is_encoder_decoder=is_encoder_decoder,
-            remedy=f"Lower max_prompt_length ({max_length}) or max_completion_length ({max_completion_length}).",
-        )
-    return prompt
 
 
 def as_queries(

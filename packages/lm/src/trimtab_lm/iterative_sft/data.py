@@ -109,9 +109,7 @@ def rows_of_texts(
 def tokenize_dataset(
     dataset: Any, tokenizer: PreTrainedTokenizerBase, config: IterativeSFTConfig, reader: Reader
 ) -> Any:
-    """A data set as `input_ids` and `labels`; None stays None."""
-    if dataset is None:
-        return None
+    """A data set as `input_ids` and `labels`."""
     dataset = as_data(dataset)
     kind = row_format(columns_of(dataset), FORMATS, needed_for="IterativeSFT")
 
