@@ -1,7 +1,6 @@
 """Pairs of answers as token ids, from texts, conversations or the documented pre-tokenized columns."""
 
 import warnings
-from functools import partial
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -18,12 +17,12 @@ from trimtab_lm.data.formats import (
 )
 from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt_completion, stop_token_ids
-from trimtab_lm.data.truncation import IS_EMPTIED, report_truncation, truncate_pair
+from trimtab_lm.data.truncation import IS_EMPTIED, Mode, report_truncation, truncate_pair
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.tokens.positions import Positions
 
 from .collator import SIDES, one_margin, real_tokens
-from .config import RewardConfig, TruncationMode
+from .config import RewardConfig
 
 FORMATS = (RowFormat.TOKENIZED_PREFERENCE, RowFormat.PREFERENCE, RowFormat.IMPLICIT_PREFERENCE)
 TOO_LONG = "is_too_long"
@@ -45,60 +44,48 @@ def prepare_pairs(
     by it. positions: of the model; ValueError for a text that is longer and was neither dropped nor cut.
     """
     dataset = as_data(dataset)
-    columns = columns_of(dataset)
-    encode = partial(
-        _encode,
-        tokenizer=tokenizer,
-        is_tokenized=row_format(columns, FORMATS, needed_for="RewardTrainer") is RowFormat.TOKENIZED_PREFERENCE,
-        max_length=args.max_length,
-        mode=args.truncation_mode,
-        positions=positions,
-        length_column=args.length_column_name if args.train_sampling_strategy in BY_LENGTH else None,
-    )
+    columns, max_length, mode = columns_of(dataset), args.max_length, args.truncation_mode
+    is_tokenized = row_format(columns, FORMATS, needed_for="RewardTrainer") is RowFormat.TOKENIZED_PREFERENCE
+    length_column = args.length_column_name if args.train_sampling_strategy in BY_LENGTH else None
     kept = columns if keeps_columns else ()
+
+    def encode(row: Row) -> dict[str, object]:
+        pair = _tokenized_pair(row) if is_tokenized else _text_pair(row, tokenizer)
+        encoded: dict[str, Any] = {}
+        if mode == "filter":
+            if max_length is not None:
+                encoded[TOO_LONG] = max(len(pair[f"{side}_input_ids"]) for side in SIDES) > max_length
+        elif max_length is not None:
+            pair = _cut(pair, tokenizer, max_length, mode)
+            encoded |= {name: value for name, value in pair.items() if not name.endswith(("_ids", "_mask"))}
+        for side in SIDES:
+            ids = pair[f"{side}_input_ids"]
+            if positions is not None and not encoded.get(TOO_LONG):
+                remedy = f"Lower max_length ({max_length}): truncation_mode={mode!r} says what is done to longer pairs."
+                positions.check(f"The {side} text is too long", encoder=len(ids), decoder=len(ids), remedy=remedy)
+            encoded |= {f"input_ids_{side}": ids, f"attention_mask_{side}": [1] * len(ids)}
+        if "margin" in row:
+            encoded["margin"] = one_margin(row["margin"])
+        if length_column is not None:
+            encoded[length_column] = sum(len(pair[f"{side}_input_ids"]) for side in SIDES)
+        return encoded
+
     pairs = prepare_dataset(dataset, encode, keep=kept, num_proc=args.dataset_num_proc, desc="Tokenizing pairs")
-    if args.max_length is None:
+    if max_length is None:
         return pairs
-    if args.truncation_mode == "filter":
-        return _without_long(pairs, args.max_length)
-    return report_truncation(pairs, limit=f"max_length={args.max_length}")
-
-
-def _encode(
-    row: Row,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    is_tokenized: bool,
-    max_length: int | None,
-    mode: TruncationMode,
-    positions: Positions | None,
-    length_column: str | None,
-) -> dict[str, object]:
-    pair = _tokenized_pair(row) if is_tokenized else _text_pair(row, tokenizer)
-    encoded: dict[str, Any] = {}
     if mode == "filter":
-        if max_length is not None:
-            encoded[TOO_LONG] = max(len(pair[f"{side}_input_ids"]) for side in SIDES) > max_length
-    elif max_length is not None:
-        first = tokenizer.cls_token_id if _ends_in_sep(tokenizer) else tokenizer.bos_token_id
-        stops = {tokenizer.sep_token_id} if _ends_in_sep(tokenizer) else stop_token_ids(tokenizer)
-        pair = truncate_pair(
-            pair, max_length=max_length, max_prompt_length=None, mode=mode, bos_token_id=first, stop_ids=stops
-        )
-        encoded |= {name: value for name, value in pair.items() if not name.endswith(("_ids", "_mask"))}
-        # What told the answers apart may have been cut: such a pair has no winner to learn.
-        encoded[IS_EMPTIED] |= pair["chosen_input_ids"] == pair["rejected_input_ids"]
-    for side in SIDES:
-        ids = pair[f"{side}_input_ids"]
-        if positions is not None and not encoded.get(TOO_LONG):
-            remedy = f"Lower max_length ({max_length}): truncation_mode={mode!r} says what is done to longer pairs."
-            positions.check(f"The {side} text is too long", encoder=len(ids), decoder=len(ids), remedy=remedy)
-        encoded |= {f"input_ids_{side}": ids, f"attention_mask_{side}": [1] * len(ids)}
-    if "margin" in row:
-        encoded["margin"] = one_margin(row["margin"])
-    if length_column is not None:
-        encoded[length_column] = sum(len(pair[f"{side}_input_ids"]) for side in SIDES)
-    return encoded
+        return _without_long(pairs, max_length)
+    return report_truncation(pairs, limit=f"max_length={max_length}")
+
+
+def _cut(pair: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase, length: int, mode: Mode) -> dict[str, Any]:
+    """A pair of at most so many tokens; it is emptied where what told the answers apart was cut: it has no winner."""
+    first = tokenizer.cls_token_id if _ends_in_sep(tokenizer) else tokenizer.bos_token_id
+    stops = {tokenizer.sep_token_id} if _ends_in_sep(tokenizer) else stop_token_ids(tokenizer)
+    sizes = {"max_length": length, "max_prompt_length": None}
+    cut = truncate_pair(pair, **sizes, mode=mode, bos_token_id=first, stop_ids=stops)
+    cut[IS_EMPTIED] |= cut["chosen_input_ids"] == cut["rejected_input_ids"]
+    return cut
 
 
 def _text_pair(row: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
