@@ -13,30 +13,18 @@ def _number(words: str) -> float | None:
 
 @dataclass(frozen=True)
 class Vitals:
-    """The quantities of one step that the health monitor checks; None leaves one unchecked.
+    """The quantities of one step that the health monitor checks, in the units of their words; None: unchecked.
 
     Args:
-        kl: KL(policy, reference), the mean of the sampled log-ratios, nats per response.
-        kl_per_token: the same, nats per token.
-        kl_coef: the coefficient of the KL penalty.
-        entropy: the policy's entropy, nats per token.
-        surprise: how much less likely the sampled tokens are than samples of the policy, nats per token, beyond what
-            chance explains; negative where they are likelier.
-        clip_fraction: share of clipped ratios, in [0, 1].
-        explained_variance: the value function's explained variance, at most 1.
+        kl, kl_per_token: KL(policy, reference), the mean of the sampled log-ratios.
+        surprise: how much less likely the sampled tokens are than samples of the policy, beyond what chance explains;
+            negative where they are likelier.
         value_error: variance of returns - values, of the tokens.
         value_gain: share of the values' squared error that the updates of a step remove, on average over the updates;
             None with one update a step.
-        value_spread: the values' standard deviation over the returns'.
-        reward_std: standard deviation of the scores, in the unit of the reward.
-        scale: the scale of what the policy or the value function learns from, where nothing brings it to 1.
-        response_length: mean tokens per response.
-        length_correlation: the correlation of scores and lengths of the responses, in [-1, 1].
-        ended: share of the responses that end by themselves; None where nothing says that they should.
-        doubled_bos: share of the queries that begin with two BOS tokens.
-        reference_gap: largest difference of policy and reference before the first update, nats.
-        ratio_gap: largest difference of the rollout's log-probabilities and the policy's before the first update, nats.
-        sampler_gap: largest difference of the generating and the training model on one token, nats.
+        reward_std: in the unit of the reward.
+        scale: of what the policy or the value function learns from, where nothing brings it to 1.
+        ended: None where nothing says that responses should end by themselves.
     """
 
     kl: float | None = _number("KL to the reference is {} nats per response")
