@@ -84,7 +84,6 @@ class Trainer(Protocol):
     tokenizer: PreTrainedTokenizerBase
     padding: Padding
     model: PreTrainedModelWrapper
-    ref_model: PreTrainedModelWrapper | None
     is_encoder_decoder: bool
     actor_critic: nn.Module
     bare: ActorCritic
