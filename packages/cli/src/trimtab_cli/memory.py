@@ -117,7 +117,7 @@ def engines(config: MemoryConfig) -> dict[str, Engine]:
 
 
 class Memory(NamedTuple):
-    """Bytes on each GPU.
+    """Bytes on each GPU. Free memory beside them is needed for generation's cache and for what the allocator wastes.
 
     Attributes:
         weights: the weights of the model that trains.
@@ -136,11 +136,6 @@ class Memory(NamedTuple):
     critic: float
     gathered: float
     activations: float
-
-    @property
-    def total(self) -> float:
-        """All of it. Free memory beside it is needed for generation's cache and for what the allocator wastes."""
-        return sum(self)
 
 
 def size_of(model: PreTrainedConfig, config: MemoryConfig) -> ModelSize:
