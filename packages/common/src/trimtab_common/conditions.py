@@ -23,7 +23,7 @@ class Vitals:
         value_gain: share of the values' squared error that the updates of a step remove, on average over the updates;
             None with one update a step.
         reward_std: in the unit of the reward.
-        scale: of what the policy or the value function learns from, where nothing brings it to 1.
+        scale: that of what the policy or the value function learns from, where nothing brings it to 1.
         ended: None where nothing says that responses should end by themselves.
     """
 
