@@ -62,7 +62,8 @@ def mismatch_stats(
         `sampling/importance_ratio/mean`; with a cap `sampling/token_ratio/truncated`, the share of tokens above it.
     """
     gap = logprobs - sampler_logprobs
-    rows = torch.repeat_interleave(torch.arange(len(lengths), device=gap.device), lengths)
+    numbers = torch.arange(len(lengths), device=gap.device)
+    rows = numbers.repeat_interleave(lengths, output_size=len(gap))  # known, so that nothing waits for the device
     sums = torch.zeros(len(lengths), dtype=gap.dtype, device=gap.device).index_add_(0, rows, gap)
     ratio = gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     stats: dict[str, Mean | Tensor] = {
