@@ -192,8 +192,10 @@ def score(
         rows.append(i)
         branches.append(answer)
         counted.append(counts[i, : len(response)].tolist())
-    pieces = [TokenGroup(prompt, branches, counted) for prompt, (_, branches, counted) in groups.items()]
-    order = [row for rows, _, _ in groups.values() for row in rows]
+    pieces, order = list[TokenGroup](), list[int]()
+    for prompt_ids, (rows, branches, counted) in groups.items():
+        pieces.append(TokenGroup(prompt_ids, branches, counted))
+        order += rows
     places = np.arange(counts.size).reshape(counts.shape)[order][counts[order] > 0]
     host = [torch.from_numpy(places), torch.from_numpy(counts)]
     device, (filler, start), tokens = next(reader.parameters()).device, padding, {}
