@@ -31,10 +31,10 @@ def left_behind(trainer: Any, name: str) -> None:
     [
         ("sft", "labels"),
         ("sft", "input_ids"),
-        ("sft", "position_ids"),
         ("iterative_sft", "labels"),
         ("reward", "ends"),
         ("reward", "branch"),
+        ("reward", "position_ids"),
         ("grpo", "targets"),
         ("grpo", "source"),
     ],
