@@ -8,6 +8,7 @@ import pytest
 
 from experiments.black_2023_ddpo import report as black
 from experiments.claims import HEADINGS, Claim, from_json, judge
+from experiments.clark_2023_draft import report as clark
 from experiments.emoji.judging import REACHABLE
 from experiments.gao_2022_overoptimization import report as gao
 from experiments.margins import FILE, margins
@@ -66,6 +67,7 @@ def claims_of_reports() -> dict[str, Iterable[Claim]]:
     names = ["target 3", "target 12", "coefficient 0.05", "target 12 with 64 labels"]
     return {
         black.PAPER: [claim for reward in REACHABLE for claim in black.claims_about(reward)],
+        clark.PAPER: clark.claims(),
         gao.PAPER: gao.claims_about(32, 512),
         rafailov.PAPER: rafailov.claims_about(),
         shao.PAPER: shao.claims_about(8, shao.first_numbers(run)),
