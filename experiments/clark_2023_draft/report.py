@@ -62,7 +62,8 @@ def read(runs: Sequence[Run]) -> Report:
     for name, group in groups.items():
         nothing = in_percent(controls.get(name, []), "warmth", "")
         measured[f"gain by {name}"] = differences(in_percent(group, "warmth", ""), nothing)
-        measured[early(name)] = changes(group, DURING)
+        if name in (DRAFT, DRAFT_LV):  # an epoch of the others ends later
+            measured[early(name)] = changes(group, DURING)
     for end, known in (("", groups), (", no reward", controls)):
         for name, group in known.items():
             measured[f"change by {name}{end}"] = changes(group, AFTER)
