@@ -202,12 +202,13 @@ def curve(run: Run, measure: str) -> Curve:
 
 
 def figure(rewards: Mapping[str, Methods]) -> plt.Figure:
-    """Plots for each reward the paper's figure 4, and, where the quality is known, the reward against it."""
+    """Plots for each reward, two side by side, the paper's figure 4 and, if quality is known, the reward against it."""
     runs = [run for groups in rewards.values() for group in groups.values() for run in group]
     rows = 2 if all(QUALITY in run.summary for run in runs) else 1
-    shape = (4.2 * len(rewards), 3.6 * rows)
-    plot, axes = plt.subplots(rows, len(rewards), figsize=shape, layout="constrained", squeeze=False)
-    for column, (reward, groups) in zip(axes.T, rewards.items(), strict=True):
+    across, down = min(2, len(rewards)), rows * ((len(rewards) + 1) // 2)
+    plot, axes = plt.subplots(down, across, figsize=(4.2 * across, 3.6 * down), layout="constrained", squeeze=False)
+    for number, (reward, groups) in enumerate(rewards.items()):
+        column = axes[rows * (number // 2) :, number % 2]
         curves(column[0], {name: [curve(run, reward) for run in group] for name, group in groups.items()})
         column[0].set_title(reward, fontsize=10)
         column[0].set_xlabel("scored samples")
@@ -217,6 +218,8 @@ def figure(rewards: Mapping[str, Methods]) -> plt.Figure:
             column[0].axhline(start + REACHABLE[reward], color="grey", linestyle="--", linewidth=1)
         if rows == 2:
             against_quality(column[1], reward, groups)
+    for axis in axes[-rows:, 1:].flat if len(rewards) % 2 else ():
+        axis.axis("off")
     return plot
 
 
