@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from trimtab_lm.dpo import DPOConfig, DPOTrainer
 from trimtab_lm.dpo.collator import DPODataCollatorWithPadding
-from trimtab_lm.dpo.loss import LOSSES
+from trimtab_lm.dpo.loss import LOSSES, WITHOUT_REFERENCE
 from trimtab_lm.legacy.arguments import DPO
 
 # Every documented argument of 2024 ------------------------------------------------------------------------------------
@@ -258,6 +258,9 @@ def test_dpo_loss_is_the_loss_of_the_config(name, tmp_path):
     ]
     losses, chosen, rejected = trainer.dpo_loss(*logps)
     assert losses.shape == (2,)
+    if name in WITHOUT_REFERENCE:
+        torch.testing.assert_close((chosen, rejected), (0.2 * logps[0], 0.2 * logps[1]))
+        return
     torch.testing.assert_close(chosen, torch.tensor([-0.1, 0.2]))
     torch.testing.assert_close(rejected, torch.tensor([0.0, -0.2]))
     margin = torch.tensor([-0.5, 2.0])  # difference of the log-ratios
