@@ -92,7 +92,7 @@ def test_a_full_disk(name: str, disk: Path):
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("is_late", slow_but([False, True], False))
 def test_training_goes_on_without_saving_if_asked_to(name: str, is_late: bool, disk: Path, tmp_path: Path):
     """The disk is full for one save, at the start or near the end; the run ends like one that always saved."""
     root = disk / "checkpoints"

@@ -18,8 +18,8 @@ from tools.chaos.trees import tree_difference
 from trimtab_common.sealing import checkpoints, is_complete
 
 Session = Callable[..., int]
-QUICK = ("ppo_step", "sft")
-LONG = ("ppo", "iterative_sft", "ddpo", "ddpo_step", "dpo", "reward", "grpo")
+QUICK = ("sft",)
+LONG = ("ppo", "ppo_step", "iterative_sft", "ddpo", "ddpo_step", "dpo", "reward", "grpo")
 EVERY = slow_but([*QUICK, *LONG], *QUICK)
 PLACES = [
     ("update", 5),

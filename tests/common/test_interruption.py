@@ -277,8 +277,8 @@ with trainer.during_train():
     ("signals", "sweep", "status"),
     [
         (["SIGTERM", "SIGTERM"], None, -15),
-        (["SIGINT", "SIGINT"], None, -2),
-        (["SIGTERM", "SIGINT"], None, -2),
+        pytest.param(["SIGINT", "SIGINT"], None, -2, marks=pytest.mark.slow),
+        pytest.param(["SIGTERM", "SIGINT"], None, -2, marks=pytest.mark.slow),
         (["SIGTERM", "SIGINT"], "a W&B service follows its agent's signal", 143),
         (["SIGTERM"], None, 143),
     ],

@@ -10,6 +10,7 @@ import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from tests.diffusion import tiny
 from tests.diffusion.run_ddpo_distributed import samples_of, trainer, weights
+from tests.marks import slow_but
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
@@ -259,7 +260,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], **tolerance: f
         torch.testing.assert_close(weight, other[name], **tolerance, msg=name)
 
 
-@pytest.mark.parametrize("estimator", ["is", "sf", "rwr"])
+@pytest.mark.parametrize("estimator", slow_but(["is", "sf", "rwr"], "is"))
 def test_an_update_may_be_cut_into_any_micro_batches(tmp_path: Path, estimator: str):
     """Pairs of images and steps, half of each image's steps: training does not depend on the micro-batch size."""
     same = {"estimator": estimator, "train_timestep_fraction": 0.7, "rwr_beta": 100.0}

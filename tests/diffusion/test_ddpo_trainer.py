@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from tests.diffusion import tiny
 from tests.diffusion.run_ddpo_distributed import KINDS, brightness, trainer, weights
+from tests.marks import slow_but
 from torch import Tensor
 
 from trimtab_diffusion.ddpo import DDPOTrainer
@@ -132,8 +133,8 @@ def test_groups_are_of_one_prompt(tmp_path: Path):
     assert not torch.equal(seen[0][0][0], seen[0][0][1])
 
 
-@pytest.mark.parametrize("estimator", ["rwr", "rwr_sparse"])
-@pytest.mark.parametrize("kind", ["sd", "sd3"])
+@pytest.mark.parametrize("estimator", slow_but(["rwr", "rwr_sparse"], "rwr"))
+@pytest.mark.parametrize("kind", slow_but(["sd", "sd3"], "sd"))
 def test_regression_learns_its_samples(tmp_path: Path, monkeypatch, estimator: str, kind: str):
     """The loss falls when the same samples repeat; the self-check of ratios does not apply."""
     ddpo = trainer(

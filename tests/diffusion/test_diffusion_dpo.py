@@ -12,6 +12,7 @@ from PIL import Image
 from tests.diffusion import test_modern_pipelines as modern
 from tests.diffusion import tiny
 from tests.diffusion.run_diffusion_dpo_distributed import KINDS, rows_of, run, same_noise
+from tests.marks import slow_but
 from tests.processes import results_of_two
 
 from trimtab_diffusion import DDPOStableDiffusionPipeline, DiffusionDPOConfig, DiffusionDPOTrainer
@@ -95,7 +96,7 @@ def test_both_pictures_of_a_pair_get_the_same_noise(tmp_path: Path):
 # The trainer
 
 
-@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("use_lora", slow_but([False, True], True), ids=["full", "lora"])
 @pytest.mark.parametrize(
     "kind", ["sd", *(pytest.param(kind, marks=pytest.mark.slow) for kind in BUILD if kind != "sd")]
 )

@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from tests.diffusion import test_modern_pipelines as modern
 from tests.diffusion import tiny
 from tests.diffusion.run_nft_distributed import KINDS, redness, run
+from tests.marks import slow_but
 from tests.processes import results_of_two
 
 from trimtab_common.stats import Mean
@@ -196,7 +197,7 @@ def test_any_solver_samples(kind: str, solver: Any, use_lora: bool, tmp_path: Pa
 # The trainer
 
 
-@pytest.mark.parametrize("kind", ["v", "sd3"])
+@pytest.mark.parametrize("kind", slow_but(["v", "sd3"], "v"))
 def test_rewards_rise(kind: str, tmp_path: Path):
     """For the same noise, by a deviation of the first rewards."""
     trained = trainer(

@@ -147,6 +147,7 @@ def run_of(tmp_path: Path, model: str, ppo: dict[str, Any] | None = None, **run:
     return folder
 
 
+@pytest.mark.slow
 def test_two_steps_of_each_stage_leave_numbers_samples_and_a_report(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

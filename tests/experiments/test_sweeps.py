@@ -19,6 +19,7 @@ import yaml
 from datasets import Dataset
 from PIL import Image
 from tests.lm import tiny
+from tests.marks import slow_but
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tools.chaos.wandb_files import RunFile
 from transformers import PreTrainedTokenizerFast, TrainingArguments
@@ -48,6 +49,7 @@ FILES = sorted(
     for kind in ("smoke", "sweep", "reproduce", "overnight")
     for file in (ROOT / "experiments").glob(f"*/{kind}*.yaml")
 )
+QUICK = ("smoke", "reproduce")  # of the tiers
 PROSE = "the cat was so happy and good but a sad bad dog hated it then he loved her and they cried in a terrible storm"
 COMMANDS = {
     "args": ["${env}", "${interpreter}", "${program}", "${args}"],
@@ -369,7 +371,7 @@ def test_every_experiment_has_a_sweep_and_every_program_is_in_one():
     assert {read_sweep(file).program for file in FILES} == set(OF_PATH)
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
+@pytest.mark.parametrize("file", slow_but(FILES, *(file for file in FILES if file.stem in QUICK)), ids=name_of)
 def test_every_parameter_of_a_sweep_is_a_flag_of_its_program(file: Path, tmp_path: Path):
     sweep = read_sweep(file)
     assert sweep.metric is not None

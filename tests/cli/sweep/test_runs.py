@@ -268,7 +268,12 @@ def test_a_sweep_that_a_kill_ended_before_its_settings_were_written_is_run_from_
 
 
 @pytest.mark.parametrize(
-    ("number", "mode"), [(signal.SIGINT, "wait"), (signal.SIGTERM, "wait"), (signal.SIGTERM, "deaf")]
+    ("number", "mode"),
+    [
+        pytest.param(signal.SIGINT, "wait", marks=pytest.mark.slow),
+        (signal.SIGTERM, "wait"),
+        pytest.param(signal.SIGTERM, "deaf", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_stops_the_running_trials(place, monkeypatch, number, mode):
     if mode == "deaf":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.lm import tiny
 from tests.lm.grpo.run_distributed import prompts, trainer
+from tests.marks import slow_but
 from transformers import TrainerCallback
 
 from trimtab_common.sealing import CheckpointError
@@ -63,7 +64,7 @@ def quietly(train, *args):
         train(*args)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", slow_but(SETTINGS, "in a rollout"))
 def test_a_resumed_training_ends_in_the_same_bits(tmp_path, name):
     settings, at = SETTINGS[name]
     whole = make(tmp_path / "whole", settings)

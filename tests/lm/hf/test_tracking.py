@@ -85,6 +85,7 @@ def test_a_resumed_run_keeps_its_wandb_id_and_a_new_one_does_not(tmp_path, monke
     assert id_of_run("two", steps=1) != first
 
 
+@pytest.mark.slow
 def test_a_run_without_a_tracker_imports_no_wandb(tmp_path):
     program = PROGRAM.replace('report_to="wandb"', 'report_to="none"') + "assert 'wandb' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)

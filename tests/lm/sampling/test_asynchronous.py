@@ -171,7 +171,14 @@ class Stop(TrainerCallback):
         control.should_training_stop = control.should_training_stop or state.global_step == self.at
 
 
-@pytest.mark.parametrize(("form", "at"), [("one step", 3), ("several steps", 2), ("several steps", 4)])
+@pytest.mark.parametrize(
+    ("form", "at"),
+    [
+        pytest.param("one step", 3, marks=pytest.mark.slow),
+        ("several steps", 2),
+        pytest.param("several steps", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_grpo_ends_in_the_same_bits(tmp_path: Path, form: str, at: int):
     settings = {"save_strategy": "steps", "save_steps": 1, **FORMS[form]}
     whole = grpo(tmp_path / "whole", Elsewhere(), **settings)

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_only_a_backend_that_is_asked_for_imports_vllm():
     program = """
 import sys, tempfile
