@@ -139,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def marks(tier: str) -> tuple[str, str]:
     """The lines of a README between which a tier's results stand."""
-    name = {"default": "reproduced"}.get(tier, tier)
+    name = "reproduced" if tier == "default" else tier
     return f"<!-- {name} -->", f"<!-- /{name} -->"
 
 

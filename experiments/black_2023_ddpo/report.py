@@ -17,17 +17,22 @@ from experiments.claims import Claim, Numbers
 from experiments.emoji.judging import (
     AFTER,
     BEFORE,
+    CONTROL,
     DURING,
     KEPT,
     QUALITY,
     REACHABLE,
+    SCALE,
     SHEETS,
     at,
+    control,
     differences,
     first_seed,
     in_percent,
+    path,
     picture_rows,
     qualities,
+    with_controls,
 )
 from experiments.figures import Curve, curves
 from experiments.margins import margin_fields
@@ -43,7 +48,6 @@ CLAIM = (
 )
 NAMES = {"is": "IS", "sf": "SF", "rwr": "RWR", "rwr_sparse": "RWR-sparse"}
 WITH_KL = ", KL"  # after the name of an estimator with a KL penalty to the base model
-CONTROL = "random"  # the reward of runs whose reward says nothing about the image
 LABELS = {
     "warmth": "warm colours",
     "jpeg_incompressibility": "large files",
@@ -52,7 +56,6 @@ LABELS = {
 }
 """What the rewards are called beside the pictures, in the order of their rows."""
 SHARE = 100 / 3  # per cent of the reachable range
-SCALE = "pictures of 24 by 24 pixels"
 HELD_OUT = "_held_out"  # in per_prompt.json, after the measure's name: the captions that were not trained on
 BASE = BASES["emoji"]
 HALVES = {
@@ -83,10 +86,7 @@ def read(runs: Sequence[Run]) -> Report:
                 measured |= {key: row for key, row in rows.items() if row}
     for name, group in controls.items():
         measured |= {quality(CONTROL, name): row for row in [qualities(group, runs)] if row}
-    panels = {
-        reward: {**groups, **{control(name): controls[name] for name in groups if name in controls}}
-        for reward, groups in rewards.items()
-    }
+    panels = {reward: with_controls(groups, controls) for reward, groups in rewards.items()}
     claims = [claim for reward in rewards if reward in REACHABLE for claim in claims_about(reward)]
     if not panels:
         return Report(measured, claims, {}, {})
@@ -110,11 +110,6 @@ def methods(runs: Sequence[Run]) -> dict[str, list[Run]]:
         kind = WITH_KL if run.config.get("init_kl_coef") else ""
         groups.setdefault(NAMES[run.config["estimator"]] + kind, []).append(run)
     return {name: groups[name] for known in NAMES.values() for name in (known, known + WITH_KL) if name in groups}
-
-
-def control(name: str) -> str:
-    """What the runs of a method without a reward are called."""
-    return f"{name}, no reward"
 
 
 def check_equal(runs: Sequence[Run]) -> None:
@@ -229,8 +224,7 @@ def against_quality(axis: Axes, reward: str, groups: Methods) -> None:
         ends = {measure: np.array([curve(run, measure)[1] for run in group]).mean(0) for measure in (reward, QUALITY)}
         shares = 100 * ends[QUALITY] / ends[QUALITY][0]
         gains = 100 * (ends[reward] - ends[reward][0]) / REACHABLE.get(reward, 1.0)
-        (line,) = axis.plot(shares, gains, label=name, marker="o", markersize=3)
-        axis.plot(shares[-1:], gains[-1:], marker="o", markersize=8, color=line.get_color())
+        path(axis, shares, gains, name)
     axis.axvline(KEPT, color="grey", linestyle="--", linewidth=1)
     axis.axhline(SHARE, color="grey", linestyle="--", linewidth=1)
     axis.set_xlabel("quality (% of the base model's)")

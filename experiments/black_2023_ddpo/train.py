@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 
 from experiments.black_2023_ddpo.bases import BASES
 from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
-from experiments.black_2023_ddpo.report import CLAIM, CONTROL, HELD_OUT, TITLE, read
-from experiments.emoji.judging import AFTER, BEFORE, DURING, SHOWN, at, contact_sheet
+from experiments.black_2023_ddpo.report import CLAIM, HELD_OUT, TITLE, read
+from experiments.emoji.judging import AFTER, BEFORE, CONTROL, DURING, SHOWN, at, contact_sheet
 from experiments.emoji.pretrain import SHIPPED as EMOJI
 from experiments.reports import report_on_run
 from experiments.run_folders import append, close_folder, from_recipe, open_folder, write_per_prompt

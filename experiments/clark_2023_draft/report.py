@@ -16,18 +16,23 @@ from experiments.claims import Claim, Numbers
 from experiments.emoji.judging import (
     AFTER,
     BEFORE,
+    CONTROL,
     DURING,
     IN_TURN,
     KEPT,
     QUALITY,
     REACHABLE,
+    SCALE,
     SHEETS,
     at,
+    control,
     differences,
     first_seed,
     in_percent,
+    path,
     picture_rows,
     qualities,
+    with_controls,
 )
 from experiments.margins import margin_fields
 from experiments.reports import Report, main, seeds_in_words
@@ -39,11 +44,9 @@ CLAIM = (
     "Clark et al. 2023, arXiv:2309.17400: following the gradient of a differentiable reward (DRaFT) needs far fewer "
     "evaluations of the denoiser than reinforcement learning (DDPO) for as much reward."
 )
-CONTROL = "random"  # the reward of runs whose reward says nothing about the image
 DISTANCE = "distance"  # of the denoiser's predictions from the base model's: Drift in train.py
 DDPO, DRAFT, DRAFT_LV, DPO = "DDPO", "DRaFT-1", "DRaFT-LV", "Diffusion-DPO"
 NAMES = {"ddpo": DDPO, "draft": DRAFT, "diffusion_dpo": DPO}
-SCALE = "pictures of 24 by 24 pixels"
 GROUPS = tuple(caption.split()[1] for caption in IN_TURN)  # captions of one colour are a group
 
 Methods = Mapping[str, Sequence[Run]]
@@ -64,15 +67,14 @@ def read(runs: Sequence[Run]) -> Report:
         measured[f"gain by {name}"] = differences(in_percent(group, "warmth", ""), nothing)
         if name in (DRAFT, DRAFT_LV):  # an epoch of the others ends later
             measured[early(name)] = changes(group, DURING)
-    for end, known in (("", groups), (", no reward", controls)):
-        for name, group in known.items():
-            measured[f"change by {name}{end}"] = changes(group, AFTER)
-            measured[f"quality after {name}{end}"] = qualities(group, runs)
-            measured[f"distance after {name}{end}"] = of_seeds(group, lambda run: run.per_prompt[DISTANCE])
+    for name, group in {**groups, **{control(name): group for name, group in controls.items()}}.items():
+        measured[f"change by {name}"] = changes(group, AFTER)
+        measured[f"quality after {name}"] = qualities(group, runs)
+        measured[f"distance after {name}"] = of_seeds(group, lambda run: run.per_prompt[DISTANCE])
     measured = {name: numbers for name, numbers in measured.items() if numbers}
     if not groups:
         return Report(measured, [*claims()], {}, {})
-    shown = {**groups, **{f"{name}, no reward": controls[name] for name in groups if name in controls}}
+    shown = with_controls(groups, controls)
     captions = {
         "pictures": "The same captions from the same noise: before training, and after each method's; the first seed, "
         "the first captions.",
@@ -145,9 +147,7 @@ def figure(groups: Methods) -> plt.Figure:
         quality = 100 * means(group, QUALITY) / means(group, QUALITY)[0]
         for axis, xs in zip(axes, (quality, means(group, DISTANCE)), strict=True):
             style = {"linestyle": ":" if is_control else "-", "color": colours.get(method)}
-            (line,) = axis.plot(xs, gains, label=name, marker="o", markersize=3, **style)
-            axis.plot(xs[-1:], gains[-1:], marker="o", markersize=8, color=line.get_color())
-            colours[method] = line.get_color()
+            colours[method] = path(axis, xs, gains, name, **style)
     axes[0].axvline(KEPT, color="grey", linestyle="--", linewidth=1)
     label(axes[0], "quality (% of the base model's)")
     label(axes[1], "distance (% of the prediction's mean square)")

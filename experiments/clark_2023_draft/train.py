@@ -13,9 +13,9 @@ import transformers
 from diffusers import StableDiffusionPipeline
 from torch import Tensor, nn
 
-from experiments.clark_2023_draft.report import CLAIM, CONTROL, DISTANCE, TITLE, read
+from experiments.clark_2023_draft.report import CLAIM, DISTANCE, TITLE, read
 from experiments.emoji.drawings import TRAINED
-from experiments.emoji.judging import AFTER, BEFORE, DURING, IN_TURN, QUALITY, SHOWN, at, contact_sheet
+from experiments.emoji.judging import AFTER, BEFORE, CONTROL, DURING, IN_TURN, QUALITY, SHOWN, at, contact_sheet
 from experiments.emoji.measure import sampled
 from experiments.emoji.pretrain import SHIPPED
 from experiments.emoji.rewards import recognised, warmth

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from PIL import Image
 from torch import Tensor
 
@@ -17,6 +19,8 @@ SHEETS = BEFORE, DURING, AFTER = "before.png", "during.png", "after.png"
 QUALITY = "recognised"  # 1 where the classifier finds the caption's name and colour in the picture, else 0
 REACHABLE = {"agreement": 0.709, "jpeg_compressibility": 0.0431, "jpeg_incompressibility": 0.0391, "warmth": 0.0954}
 """The best of 64 samples of the base model minus their mean, averaged over captions: reachable.py measures it."""
+CONTROL = "random"  # the reward of runs whose reward says nothing about the image
+SCALE = "pictures of 24 by 24 pixels"
 KEPT = 90.0  # per cent of the base model's quality
 SHOWN, COLUMNS = 16, 7  # pictures of a sheet, and those of them in the figure
 IN_TURN = tuple(
@@ -68,6 +72,25 @@ def differences(numbers: Mapping[int, list[float]], others: Mapping[int, list[fl
         seed: [one - other for one, other in zip(numbers[seed], others[seed], strict=True)]
         for seed in sorted(numbers.keys() & others.keys())
     }
+
+
+def with_controls(
+    groups: Mapping[str, Sequence[Run]], controls: Mapping[str, Sequence[Run]]
+) -> dict[str, Sequence[Run]]:
+    """The runs of each method, and after them those of each method's control under their own name."""
+    return {**groups, **{control(name): controls[name] for name in groups if name in controls}}
+
+
+def control(name: str) -> str:
+    """What the runs of a method without a reward are called."""
+    return f"{name}, no reward"
+
+
+def path(axis: Axes, xs: np.ndarray, ys: np.ndarray, name: str, **style: Any) -> str:
+    """Draws the course of a training, with a large point at its end; returns its colour."""
+    (line,) = axis.plot(xs, ys, label=name, marker="o", markersize=3, **style)
+    axis.plot(xs[-1:], ys[-1:], marker="o", markersize=8, color=line.get_color())
+    return line.get_color()
 
 
 def picture_rows(rows: Sequence[tuple[str, Path]], captions: Sequence[str] = ()) -> plt.Figure:

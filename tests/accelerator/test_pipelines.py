@@ -132,24 +132,15 @@ def test_mixed_precision(kind: str, precision: str, use_lora: bool, tmp_path: Pa
     resumes(kind, tmp_path, use_lora=use_lora, mixed_precision=precision)
 
 
-LAST: dict[str, Any] = {
-    "truncated_backprop_rand": False,
-    "truncated_backprop_timestep": 2,
-    "low_variance_samples": 2,
-}
+LAST = {"truncated_backprop_rand": False, "truncated_backprop_timestep": 2, "low_variance_samples": 2}
 
 
+@pytest.mark.parametrize("settings", [{}, LAST], ids=["random", "low variance"])
 @pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["sd", "sd3"])
-def test_gradients_of_rewards(kind: str, precision: str, use_lora: bool, tmp_path: Path):
-    resumes(kind, tmp_path, by_gradient, use_lora=use_lora, mixed_precision=precision)
-
-
-@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ["sd", "sd3"])
-def test_gradients_of_the_last_step(kind: str, use_lora: bool, tmp_path: Path):
-    resumes(kind, tmp_path, by_gradient, use_lora=use_lora, mixed_precision="fp16", **LAST)
+def test_gradients_of_rewards(kind: str, precision: str, use_lora: bool, settings: dict[str, Any], tmp_path: Path):
+    resumes(kind, tmp_path, by_gradient, use_lora=use_lora, mixed_precision=precision, **settings)
 
 
 @pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])

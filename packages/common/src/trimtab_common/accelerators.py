@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from trimtab_common.sharding import whole_tensor
 from trimtab_common.stats import Mean
 
 
@@ -55,8 +55,7 @@ class WeighingAccelerator(Accelerator):
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
         """As accelerate's; the norm is a tensor under every engine, and whole where the weights are divided."""
-        norm = torch.as_tensor(super().clip_grad_norm_(*args, **kwargs), device=self.device)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole_tensor(torch.as_tensor(super().clip_grad_norm_(*args, **kwargs), device=self.device))
 
     def norm_stats(self, norm: Tensor) -> dict[str, Mean]:
         """The statistics of an update: `grad_norm`, and in fp16 `policy/overflowed`, the share that is skipped.

@@ -147,12 +147,12 @@ NORMALIZATIONS: dict[str, Callable[[Tensor, Totals, int], Tensor]] = {
     "bnpo": lambda lengths, totals, _: torch.ones_like(lengths) / (totals.rank_tokens * totals.ranks),
     "dr_grpo": lambda lengths, totals, limit: torch.ones_like(lengths) / (totals.sequences * limit),
     "dapo": lambda lengths, totals, _: torch.ones_like(lengths) / totals.tokens,
-    "cispo": lambda lengths, totals, _: torch.ones_like(lengths) / totals.tokens,
 }
 """The weight of a token of each completion, [S], by `loss_type`; infinite only where there is no token to weigh.
 
 Of the completions' lengths [S], the totals, and max_completion_length.
 """
+NORMALIZATIONS["cispo"] = NORMALIZATIONS["dapo"]
 
 
 def token_weights(
