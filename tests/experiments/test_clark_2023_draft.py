@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+import transformers
 from diffusers import StableDiffusionPipeline
 from matplotlib import pyplot as plt
 
@@ -35,6 +37,17 @@ def pipeline() -> StableDiffusionPipeline:
     pipeline = StableDiffusionPipeline.from_pretrained(SHIPPED)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A run silences the libraries' logging, which tests of other files read."""
+    libraries = (diffusers.utils.logging, transformers.logging)
+    before = [library.get_verbosity() for library in libraries]
+    yield
+    for library, verbosity in zip(libraries, before, strict=True):
+        library.set_verbosity(verbosity)
+        library.enable_progress_bar()
 
 
 # A run -----------------------------------------------------------------------------------------------------------
