@@ -1,11 +1,17 @@
 """Checks what a user of the wheels gets. `make release` runs this file with the packages installed from wheels."""
 
+import os
+import subprocess
+import sys
 import tarfile
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from tests.cli.conftest import write_rows
+from tests.cli.formats import ROWS
+from tests.lm import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("trimtab-common", "trimtab-lm", "trimtab-diffusion", "trimtab-cli")
@@ -52,3 +58,22 @@ def test_a_source_distribution_can_be_built_and_read_alone(name):
     package = f"src/{name.replace('-', '_')}"
     assert {"pyproject.toml", "README.md", "LICENSE", "PKG-INFO"} <= files
     assert {f"{package}/__init__.py", f"{package}/py.typed"} <= files
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_one_command_trains_a_base_model_on_a_file_as_people_have_it(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command, row = ROWS[name]
+    write_rows("rows.jsonl", [row] * 4)
+    tiny.gpt2(n_positions=256).save_pretrained("base")
+    tiny.tokenizer().save_pretrained("base")
+    trimtab = Path(sys.executable).with_name("trimtab")
+    flags = ("--max_length=256", "--max_steps=1", "--per_device_train_batch_size=2", "--output_dir=out")
+    words = (trimtab, command, "--model=base", "--dataset=rows.jsonl", "--chat_template=chatml", *flags)
+    alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, env=alone, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith("Settings: learning_rate ")
+    assert last.startswith("The model is in out.")
+    assert (tmp_path / "out" / "model.safetensors").exists()

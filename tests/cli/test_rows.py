@@ -5,32 +5,13 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from tests.cli.conftest import WORDS, write_rows
+from tests.cli.formats import ROWS, TALK
 from tests.lm import tiny
 
 from trimtab_cli.main import main
 from trimtab_cli.rows import columns_of_words, recognized, tokenizer_of, with_columns
 
 SHORT = ("--per_device_train_batch_size=2", "--max_steps=1", "--save_strategy=no", "--output_dir=out")
-TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-ROWS = {
-    "alpaca": ("sft", {"instruction": "add", "input": "1 2", "output": "3"}),
-    "gsm8k": ("sft", {"question": "one and one", "answer": "two"}),
-    "sharegpt": ("sft", {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}),
-    "messages": ("sft", {"messages": TALK}),
-    "sharegpt pairs": (
-        "dpo",
-        {
-            "conversations": [{"from": "human", "value": "hi"}],
-            "chosen": {"from": "gpt", "value": "yes"},
-            "rejected": {"from": "gpt", "value": "no"},
-        },
-    ),
-    "ultrafeedback": (
-        "dpo",
-        {"prompt": "hi", "chosen": TALK, "rejected": [TALK[0], {"role": "assistant", "content": "no"}]},
-    ),
-    "alpaca pairs": ("dpo", {"instruction": "add", "input": "", "chosen": "yes", "rejected": "no"}),
-}
 
 
 @pytest.fixture
