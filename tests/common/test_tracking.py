@@ -1,9 +1,12 @@
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
 import sys
+import time
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,6 +169,29 @@ def test_second_session_goes_on_under_the_same_id(tmp_path):
     records = read_wandb(tmp_path / "2")
     assert records["run"][0].run_id == first.run_id
     assert history(records)["loss"] == {5: 0.5}
+
+
+def test_deleted_offline_files_are_one_warning_during_the_run_and_one_when_it_resumes(tmp_path):
+    def warnings_of(steps, *, run_id=None, deletes=False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with start_tracking("wandb", project="p", config={}, folder=tmp_path, run_id=run_id) as tracker:
+                for step in steps:
+                    tracker.log({"loss": 1.0}, step)
+                    while not (files := [*tmp_path.glob("wandb/offline-run-*/*.wandb")]) and step == steps[0]:
+                        time.sleep(0.05)
+                    for file in files if deletes and step == steps[1] else ():
+                        file.unlink()
+        return tracker.run_id, [str(one.message) for one in caught]
+
+    run_id, (during,) = warnings_of(range(5), deletes=True)
+    assert "was deleted: W&B records nothing more" in during
+    wandb.teardown()
+    shutil.rmtree(tmp_path / "wandb")
+    _, (after,) = warnings_of(range(5, 6), run_id=run_id)
+    assert f"has no files of the resumed W&B run {run_id}" in after
+    time.sleep(1.1)  # W&B names folders by the second
+    assert warnings_of(range(6, 7), run_id=run_id) == (run_id, [])
 
 
 def test_id_from_the_environment_a_resumed_run_and_a_sweep_agent(tmp_path, monkeypatch):

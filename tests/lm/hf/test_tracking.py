@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import pytest
 import wandb
 from datasets import Dataset
 from tests.lm import tiny
+from transformers import TrainerCallback
 
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.sft import SFTConfig, SFTTrainer
@@ -83,6 +86,33 @@ def test_a_resumed_run_keeps_its_wandb_id_and_a_new_one_does_not(tmp_path, monke
     first = id_of_run("one", steps=1)
     assert id_of_run("one", steps=2, resume=True) == first
     assert id_of_run("two", steps=1) != first
+    shutil.rmtree(tmp_path / "wandb")
+    with pytest.warns(UserWarning, match=f"has no files of the resumed W&B run {first}"):
+        assert id_of_run("one", steps=3, resume=True) == first
+
+
+class Deletes(TrainerCallback):
+    """Deletes the files of W&B's runs after a step, as soon as there are some."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, args, state, control, **kwargs):
+        while state.global_step == 2 and not (files := [*self.folder.glob("wandb/offline-run-*/*.wandb")]):
+            time.sleep(0.05)
+        for file in files if state.global_step == 2 else ():
+            file.unlink()
+
+
+@pytest.mark.usefixtures("offline_wandb")
+def test_files_that_are_deleted_during_a_run_are_one_warning(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    sizes = {"max_steps": 5, "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    args = SFTConfig(str(tmp_path / "run"), use_cpu=True, report_to="wandb", **sizes)
+    data = {"train_dataset": Dataset.from_dict({"text": ["ab", "cd"]}), "processing_class": tiny.tokenizer()}
+    with pytest.warns(UserWarning, match="was deleted: W&B records nothing more") as caught:
+        SFTTrainer(tiny.gpt2(), args, callbacks=[Deletes(tmp_path)], **data).train()
+    assert len([one for one in caught if "W&B" in str(one.message)]) == 1
 
 
 @pytest.mark.slow

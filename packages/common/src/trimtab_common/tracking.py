@@ -92,7 +92,7 @@ def start_tracking(
     if chosen == "wandb":
         name, job_type = os.environ.get("WANDB_NAME", name), os.environ.get("WANDB_JOB_TYPE", job_type)
         arguments = {"project": project, "name": name, "group": group, "job_type": job_type, "tags": list(tags)}
-        wandb_writer = WandbWriter({**arguments, "id": run_id, **extra}, config, folder)
+        wandb_writer = WandbWriter({**arguments, "id": run_id, **extra}, config, folder, resumes=run_id is not None)
         return Tracker(wandb_writer, wandb_writer.run.id)
     run_name = re.sub(r"[^\w.-]+", "-", f"{name}-{drawn}" if name else drawn)  # the name of one folder, and no path
     if chosen == "tensorboard":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -24,20 +25,27 @@ STEP_AXIS = "train/global_step"
 
 
 class WandbWriter(Writer, WandBTracker):
-    """Writes to a new run, or to an open one, which then stays open."""
+    """Writes to a new run, or to an open one, which then stays open.
 
-    def __init__(self, kwargs: dict[str, Any], config: Mapping[str, object], folder: Path) -> None:
+    Args:
+        resumes: whether a checkpoint named the run.
+    """
+
+    def __init__(
+        self, kwargs: dict[str, Any], config: Mapping[str, object], folder: Path, *, resumes: bool = False
+    ) -> None:
         wandb = import_wandb()
         self.accelerate, self._wandb = self, wandb
         self._owned = wandb.run is None
         self._latest = self._shift = 0  # a step, and from a step to its row
         if wandb.run is None:
             folder.mkdir(parents=True, exist_ok=True)  # wandb would quietly use a temporary folder instead
-            self.run: Run = init_wandb(kwargs, config, folder)
+            self.run: Run = init_wandb(kwargs, config, folder, resumes=resumes)
             exit_at_sigterm(exits=True)
         else:
             self.run = wandb.run
             self.describe(config)
+        self._file = OfflineFile(self.run)
         self.run.define_metric(STEP_AXIS)
         self.run.define_metric("*", step_metric=STEP_AXIS, step_sync=True)
 
@@ -68,12 +76,39 @@ class WandbWriter(Writer, WandBTracker):
         # A run resumed from a checkpoint repeats steps that W&B has seen; its own counter must not go back.
         self.run.log({**values, STEP_AXIS: step}, step=max(step + self._shift, self.run.step))
         self._latest = step
+        self._file.check()
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         """Writes a separate row at any step; values that `_log` gets afterwards go to later rows."""
         row = self.run.step + 1
         self.run.log({**values, STEP_AXIS: self._latest if step is None else step}, step=row)
         self._shift = row + 1 - self._latest
+
+
+class OfflineFile:
+    """The file of an offline run, the one record of what was logged.
+
+    Args:
+        run: an open W&B run; nothing is checked of an online one, whose record is with the server.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._path = Path(run.settings.sync_file) if run.offline else None
+        self._was_there = False  # W&B creates it some time after the start
+
+    def check(self) -> None:
+        """Warns once when the file has disappeared."""
+        if self._path is None:
+            return
+        is_there = self._path.exists()
+        if self._was_there and not is_there:
+            warnings.warn(
+                f"{self._path} was deleted: W&B records nothing more of this offline run. Training goes on; stop it "
+                "and resume it from a checkpoint to begin a new file.",
+                stacklevel=4,
+            )
+            self._path = None
+        self._was_there = is_there
 
 
 def finish_wandb(run: Run, exit_code: int) -> None:
@@ -96,12 +131,13 @@ def import_wandb() -> ModuleType:
     return wandb
 
 
-def init_wandb(kwargs: dict[str, Any], config: Mapping[str, object], folder: Path) -> Run:
+def init_wandb(kwargs: dict[str, Any], config: Mapping[str, object], folder: Path, *, resumes: bool = False) -> Run:
     """Opens a run, offline without an API key, and says how to upload it; nothing is asked at the terminal.
 
     Args:
         kwargs: arguments of `wandb.init`; `id` None: WANDB_RUN_ID, or a new one.
         folder: W&B writes to folder/wandb.
+        resumes: whether the run goes on from a checkpoint; it warns if its offline files are gone.
 
     Raises:
         RuntimeError: the mode is online, and there is no key.
@@ -120,4 +156,11 @@ def init_wandb(kwargs: dict[str, Any], config: Mapping[str, object], folder: Pat
     if mode == "offline":
         command = f"wandb sync {run.settings.sync_dir}"
         print(f"W&B run {run.id} is offline ({reason}); upload it later with: {command}", file=sys.stderr)
+        present = Path(run.settings.sync_dir)
+        if resumes and not [one for one in present.parent.glob(f"*run-*-{run.id}") if one != present]:
+            warnings.warn(
+                f"{present.parent} has no files of the resumed W&B run {run.id}: they were deleted, or are elsewhere. "
+                "The new files begin with this resume.",
+                stacklevel=4,
+            )
     return run

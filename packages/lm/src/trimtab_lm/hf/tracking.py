@@ -11,7 +11,7 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from trimtab_common.interruption import status_of
 from trimtab_common.tracking import MAX_TABLE_ROWS, cell, cell_type
-from trimtab_common.weights_and_biases import STEP_AXIS, finish_wandb, import_wandb, init_wandb
+from trimtab_common.weights_and_biases import STEP_AXIS, OfflineFile, finish_wandb, import_wandb, init_wandb
 from trimtab_common.writers import markdown_table
 
 
@@ -56,6 +56,7 @@ class WandbRun(WandbCallback):
     def __init__(self, trainer: Any) -> None:
         super().__init__()
         self.trainer = trainer
+        self.file: OfflineFile | None = None
 
     def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
         wandb = import_wandb()
@@ -64,10 +65,18 @@ class WandbRun(WandbCallback):
             run_id = None if record is None or "WANDB_RUN_ID" in environment else record.id or None
             name = environment.get("WANDB_NAME", args.run_name)
             place = {"project": environment.get("WANDB_PROJECT", args.project), "name": name, "id": run_id}
-            init_wandb(place, self.trainer.about, Path(environment.get("WANDB_DIR", ".")))
+            folder = Path(environment.get("WANDB_DIR", "."))
+            init_wandb(place, self.trainer.about, folder, resumes=state.global_step > 0)
         elif state.is_world_process_zero and wandb.run is not None:
             wandb.config.update(dict(self.trainer.about), allow_val_change=True)
         super().setup(args, state, model, **kwargs)
+        if wandb.run is not None:
+            self.file = OfflineFile(wandb.run)
+
+    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **kwargs: Any) -> None:
+        super().on_log(args, state, control, model, logs, **kwargs)
+        if self.file is not None:
+            self.file.check()
 
 
 def prepare_trackers(trainer: Trainer) -> None:
