@@ -1,19 +1,26 @@
-"""The pages of --help: what the subcommands' configurations say, at the cost of reading a file.
+"""The pages of --help and the record of settings: what the configurations say, at the cost of reading a file.
 
-After an intended change of a setting, `python -m tests.cli.test_help` writes the pages again.
+After an intended change of a setting, `python -m tests.cli.test_help` writes both again.
 """
 
 import io
+import json
 import subprocess
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
+from dataclasses import fields
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from tests.processes import environment
+from transformers import TrainingArguments
 
 from trimtab_cli.main import COMMANDS, PAGES, page_of
+from trimtab_cli.mistakes import INHERITED, RECORD, mistake_in, training_arguments
+from trimtab_common.config import Computed
+from trimtab_common.config.fields import short_name
 
 HEAVY = {"torch", "transformers", "datasets", "peft", "accelerate", "diffusers", "numpy", "pydantic", "wandb"}
 
@@ -52,7 +59,91 @@ def test_help_imports_no_library(name: str):
     assert len(modules) < 200
 
 
+def record(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Returns the settings of each subcommand that reads them from dataclasses."""
+    calls: list[tuple[tuple[type, ...], tuple[str, ...]]] = []
+
+    def remember(*kinds: type, without: tuple[str, ...] = (), **_: object) -> None:
+        calls.append((kinds, without))
+        raise SystemExit
+
+    for module in ("subcommands", "memory", "diffusion_memory"):
+        monkeypatch.setattr(f"trimtab_cli.{module}.parse_config", remember)
+    inherited = {field.name for field in fields(TrainingArguments)}
+    found: dict[str, object] = {INHERITED: sorted(inherited)}
+    for name, command in COMMANDS.items():
+        calls.clear()
+        with redirect_stdout(io.StringIO()), suppress(SystemExit):
+            getattr(import_module(command.module), command.function)(["--help"])
+        if calls:
+            ((kinds, without),) = calls
+            every = [(short_name(kind), field) for kind in kinds for field in fields(kind)]
+            computed = {one.name for _, one in every if not one.init or isinstance(one.metadata.get("help"), Computed)}
+            named: dict[str, list[str]] = {short_name(kind): [] for kind in kinds}
+            for short, field in every:
+                is_inherited = issubclass(kinds[-1], TrainingArguments) and field.name in inherited
+                if not (is_inherited or field.name in computed or field.name in without):
+                    named[short].append(field.name)
+            trainer = short_name(kinds[-1]) if issubclass(kinds[-1], TrainingArguments) else None
+            found[name] = {"settings": named, "computed": sorted(computed), "inherits": trainer}
+    return found
+
+
+def test_the_record_is_what_the_configurations_have(monkeypatch: pytest.MonkeyPatch):
+    assert json.loads(RECORD.read_text()) == record(monkeypatch), "python -m tests.cli.test_help writes it again"
+
+
+def test_the_settings_of_transformers_are_read_from_its_source():
+    assert set(training_arguments()) == {field.name for field in fields(TrainingArguments)}
+
+
+MISTAKES = [
+    ("sft", "--lerning_rate=1", "--lerning_rate is not a setting. Did you mean learning_rate?"),
+    ("sft", "--sft.max_lenght=1", "--sft.max_lenght is not a setting. Did you mean sft.max_length?"),
+    ("ppo", "--model_name=x", "--model_name is not a setting. Did you mean model?"),
+    ("ddpo", "--zzzzzz", "--zzzzzz is not a setting. --help lists the names."),
+    ("memory", "--modle=x", "--modle is not a setting. Did you mean model?"),
+    ("dpo", "stray", "'stray' belongs to no flag. Write --name=value; --help lists the names."),
+    ("dpo", "--config=missing.yaml", "missing.yaml: No such file or directory."),
+]
+
+
+@pytest.mark.parametrize(("name", "word", "line"), MISTAKES)
+def test_a_mistyped_name_is_answered_as_the_parser_answers_it(
+    name: str, word: str, line: str, capsys: pytest.CaptureFixture[str]
+):
+    assert mistake_in(name, [word]) == line
+    command = COMMANDS[name]
+    with pytest.raises(SystemExit, match="2"):
+        getattr(import_module(command.module), command.function)([word])
+    assert capsys.readouterr().err == f"trimtab {name}: error: {line}\n"
+
+
+def test_names_of_files_are_looked_at_and_known_ones_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    known = "model: x\nlearning_rate: 1\ndpo: {beta: 1}\nrun.split: test\ndpo.model_init_kwargs.revision: a\n"
+    Path("dpo.yaml").write_text(known)
+    flags = ("--config=dpo.yaml", "--dpo.learning-rate=1", "--model-init-kwargs.some-Key=1", "--dpo={'beta': 1}")
+    assert mistake_in("dpo", flags) is None
+    assert mistake_in("ppo", ["--global_batch_size=4"]) is None  # which the parser refuses as computed
+    assert mistake_in("chat", ["--nonsense"]) is None
+    Path("dpo.yaml").write_text(known + "use_peft: true\n")
+    assert mistake_in("dpo", flags) == "dpo.yaml: use_peft is not a setting. Did you mean lora_r?"
+
+
+def test_a_mistyped_flag_imports_no_library_and_ends_with_status_2():
+    code = "import sys; from trimtab_cli.main import main\nprint(main(['sft', '--lerning_rate', '1']), *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    status, *modules = done.stdout.split()
+    assert status == "2"
+    assert done.stderr == "trimtab sft: error: --lerning_rate is not a setting. Did you mean learning_rate?\n"
+    assert (HEAVY - {"pydantic"}).isdisjoint(modules)
+
+
 if __name__ == "__main__":
     for each in COMMANDS:
         with pytest.MonkeyPatch.context() as patch:
             page_of(each).write_text(written(each, patch), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record(patch).items()]
+        RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -88,8 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not {"-h", "--help"}.isdisjoint(words) and "--help-all" not in words:
         print(page_of(name).read_text(encoding="utf-8"), end="")
         return 0
+    rest = words[len(name.split()) :]
+    if "--help-all" not in rest and (mistake := import_module("trimtab_cli.mistakes").mistake_in(name, rest)):
+        print(f"trimtab {name}: error: {mistake}", file=sys.stderr)
+        return 2
     run = cast(Callable[[Sequence[str]], int], getattr(import_module(command.module), command.function))
-    return run(words[len(name.split()) :])
+    return run(rest)
 
 
 def page_of(name: str) -> Path:

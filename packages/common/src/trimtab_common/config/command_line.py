@@ -137,12 +137,22 @@ def _resolve(
     elif any(inner in section.computed for section in sections):
         raise ConfigError(f"{prefix}{name} is no setting, because it is computed. Leave it out.")
     else:
-        fields = [(section.short, field) for section in sections for field in section.fields]
-        names = [*(field for _, field in fields), *(f"{short}.{field}" for short, field in fields)]
-        known = SYNONYMS.get(name.replace("-", "_"))
-        near = [known] if known in names else difflib.get_close_matches(name, names, n=1)
-        advice = f"Did you mean {near[0]}?" if near else "--help lists the names."
-        raise ConfigError(f"{prefix}{name} is not a setting. {advice}")
+        fields_by_class = {section.short: section.fields for section in sections}
+        raise ConfigError(f"{prefix}{unknown_setting(name, fields_by_class)}")
+
+
+def unknown_setting(name: str, fields_by_class: Mapping[str, Iterable[str]]) -> str:
+    """What is said of a name that is no setting.
+
+    Args:
+        name: as it was written, with its class if it had one.
+        fields_by_class: names of fields, by the short name of their class.
+    """
+    fields = [(short, field) for short, names in fields_by_class.items() for field in names]
+    names = [*(field for _, field in fields), *(f"{short}.{field}" for short, field in fields)]
+    known = SYNONYMS.get(name.replace("-", "_"))
+    near = [known] if known in names else difflib.get_close_matches(name, names, n=1)
+    return f"{name} is not a setting. {f'Did you mean {near[0]}?' if near else '--help lists the names.'}"
 
 
 def _coerce(section: _Section, field: str, path: list[str], words: list[object], prefix: str) -> Any:
