@@ -156,8 +156,8 @@ class _Recorder:
         number, is_flow = len(self.latents), self.steps.is_flow
         mean, std = self.steps.gaussian(model_output, sample, torch.full((len(sample),), number))
         if not is_flow:  # DDIM looks its numbers up on the host, and would wait for a timestep on a device
-            has_noise = bool(self.steps.has_noise(torch.tensor(number)))
-            timestep, kwargs = self.steps.timesteps[number], kwargs | {"eta": self.eta * has_noise}
+            eta = self.eta * bool(self.steps.is_random[number])
+            timestep, kwargs = self.steps.timesteps[number], kwargs | {"eta": eta}
         result = stock(model_output, timestep, sample, *args, **kwargs)
         following = gaussian_sample(mean, std, self.generator) if is_flow else result[0]
         stored = following.to(sample.dtype).to(self.dtype or sample.dtype)  # autocast may have widened it

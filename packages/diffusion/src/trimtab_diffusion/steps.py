@@ -288,7 +288,8 @@ class Steps:
         before, after = moved([self.before[index.cpu()], self.after[index.cpu()]], sample.device)  # one copy
         eta: float | Tensor = self.eta
         if self.window is not None:
-            eta = along(eta * self.has_noise(index).to(sample.dtype), sample)
+            first, end = self.window
+            eta = along(eta * ((first <= index) & (index < end)).to(sample.dtype), sample)
         if self.is_flow:
             second = float(self.before[min(1, len(self) - 1)])
             return flow_gaussian(model_output, sample, sigma=before, sigma_next=after, sigma_second=second, eta=eta)
@@ -302,11 +303,6 @@ class Steps:
             clip=self.clip,
             threshold=self.threshold,
         )
-
-    def has_noise(self, index: Tensor) -> Tensor:
-        """Whether steps [B] are in the window."""
-        first, end = self.window or (0, len(self))
-        return (first <= index) & (index < end)
 
     def noised(self, x0: Tensor, noise: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the noised x0 from which steps begin, and what the denoiser should predict there.

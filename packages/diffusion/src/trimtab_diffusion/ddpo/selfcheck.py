@@ -41,8 +41,8 @@ def check_first(
     """
     is_random = path.schedule.steps.is_random
     steps = is_random.nonzero().flatten()
-    meant = path.schedule.steps.has_noise(torch.arange(len(is_random)))
-    if silent := int((meant & ~is_random).sum()):
+    window = slice(*(path.schedule.steps.window or (None,)))
+    if silent := int((~is_random[window]).sum()):
         warnings.warn(
             f"{silent} of {len(is_random)} steps have no noise in this schedule, and so no log-probability: they are "
             "left out of training. With timestep_spacing='leading', steps_offset=1 and set_alpha_to_one=False every "

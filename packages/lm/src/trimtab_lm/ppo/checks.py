@@ -93,18 +93,19 @@ def check_step(
     numbers = checked_scores(scores, [f"response {i}" for i in range(batch_size)], source="scores")
     # `model.generate` returns the decoder start token in front of a response.
     leads = [int(decoder_start is not None and len(row) > 1 and int(row[0]) == decoder_start) for row in responses]
-
-    def cut(rows: Sequence[Tensor], at: torch.device) -> list[Tensor]:
-        return moved([row[lead:] for row, lead in zip(rows, leads, strict=True)], at)
-
-    queries, responses = moved(queries, place), cut(responses, place)
-    given = torch.tensor(numbers, device=device)
+    tokens_of: dict[str, Any] = {}
+    for name, rows, at in (
+        ("responses", responses, place),
+        ("response_masks", response_masks, place),
+        ("response_rewards", response_rewards, device),
+        ("sampler_logprobs", sampler_logprobs, device),
+    ):
+        cut = None if rows is None else [row[lead:] for row, lead in zip(rows, leads, strict=True)]
+        tokens_of[name] = cut and moved(cut, at)
+    queries, responses, given = moved(queries, place), tokens_of["responses"], torch.tensor(numbers, device=device)
     rollout = Experience(
         queries=queries,
-        responses=responses,
-        response_masks=None if response_masks is None else cut(response_masks, place),
-        response_rewards=None if response_rewards is None else cut(response_rewards, device),
-        sampler_logprobs=None if sampler_logprobs is None else cut(sampler_logprobs, device),
+        **tokens_of,
         model_inputs=trainer.prepare_model_inputs(queries, responses),
         lengths=torch.tensor(list(map(len, queries))) + torch.tensor(list(map(len, responses))),
         scores=given,

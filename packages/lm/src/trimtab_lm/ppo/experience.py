@@ -1,7 +1,6 @@
 """The records of a batch of responses, of a minibatch's update, and of the step that is under way."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -88,15 +87,6 @@ class Unfinished:
 
     def __init__(self) -> None:
         self.batch: Evaluated | None = None
-
-    @contextmanager
-    def under_way(self, batch: Evaluated) -> Iterator[None]:
-        """Checkpoints inside the block hold the batch."""
-        self.batch = batch
-        try:
-            yield
-        finally:
-            self.batch = None
 
     def state_dict(self) -> dict[str, Any]:
         """For torch.save; empty between steps."""

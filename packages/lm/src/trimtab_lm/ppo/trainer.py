@@ -205,8 +205,12 @@ class PPOTrainer(NamesOf2024):
         config, (seen, mismatch, recorded) = self.config, batch
         updates = rows_of_updates(config, rank=self.accelerator.num_processes, step=self.steps_done)
         left = islice(updates, len(recorded) // config.gradient_accumulation_steps, None)
-        with self.unfinished.under_way(batch), without_dropout(self.actor_critic):
-            update(self, rollout, left, overridden, counts=seen.masks.sum(1), recorded=recorded)
+        self.unfinished.batch = batch
+        try:
+            with without_dropout(self.actor_critic):
+                update(self, rollout, left, overridden, counts=seen.masks.sum(1), recorded=recorded)
+        finally:
+            self.unfinished.batch = None
         if self.steps_done == 0 and rollout.old_logprobs is rollout.logprobs:
             warn_at_start(OTHER_START, float(recorded[0].largest_log_ratio), rounding=self.rounding)
         stats = step_stats(self, seen, recorded, mismatch, clock, ends=self.sampler.eos_ids)
