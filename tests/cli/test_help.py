@@ -121,7 +121,7 @@ def test_a_mistyped_name_is_answered_as_the_parser_answers_it(
 
 def test_names_of_files_are_looked_at_and_known_ones_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    known = "model: x\nlearning_rate: 1\ndpo: {beta: 1}\nrun.split: test\ndpo.model_init_kwargs.revision: a\n"
+    known = "model: .\nlearning_rate: 1\ndpo: {beta: 1}\nrun.split: test\ndpo.model_init_kwargs.revision: a\n"
     Path("dpo.yaml").write_text(known)
     flags = ("--config=dpo.yaml", "--dpo.learning-rate=1", "--model-init-kwargs.some-Key=1", "--dpo={'beta': 1}")
     assert mistake_in("dpo", flags) is None
@@ -131,12 +131,25 @@ def test_names_of_files_are_looked_at_and_known_ones_pass(tmp_path: Path, monkey
     assert mistake_in("dpo", flags) == "dpo.yaml: use_peft is not a setting. Did you mean lora_r?"
 
 
-def test_a_mistyped_flag_imports_no_library_and_ends_with_status_2():
-    code = "import sys; from trimtab_cli.main import main\nprint(main(['sft', '--lerning_rate', '1']), *sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--lerning_rate", "1"], "--lerning_rate is not a setting. Did you mean learning_rate?"),
+        (["--dataset=missing.jsonl"], "There is no file or folder missing.jsonl."),
+        (
+            ["--model=nobody/nothing"],
+            "There is no folder nobody/nothing, and the cache has no such model; HF_HUB_OFFLINE is set. Unset it.",
+        ),
+        (["--model=.", "--push_to_hub"], "push_to_hub=True needs the hub; HF_HUB_OFFLINE is set. Unset it."),
+    ],
+)
+def test_a_mistake_is_answered_before_a_library_is_imported(words: list[str], line: str):
+    code = f"import sys; from trimtab_cli.main import main\nprint(main(['sft', *{words}]), *sys.modules)"
+    offline = environment() | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, check=True)
     status, *modules = done.stdout.split()
     assert status == "2"
-    assert done.stderr == "trimtab sft: error: --lerning_rate is not a setting. Did you mean learning_rate?\n"
+    assert done.stderr == f"trimtab sft: error: {line}\n"
     assert (HEAVY - {"pydantic"}).isdisjoint(modules)
 
 

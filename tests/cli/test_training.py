@@ -15,7 +15,7 @@ from tests.diffusion import tiny as tiny_diffusion
 from tests.lm import tiny
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from trimtab_cli import subcommands
+from trimtab_cli import places, subcommands
 from trimtab_cli.main import main
 from trimtab_cli.subcommands import TUNED, settings
 from trimtab_diffusion import DDPOTrainer
@@ -330,15 +330,15 @@ def test_names_of_other_libraries_lead_to_ours_as_flags_and_in_files(theirs, our
     ("words", "need"),
     [
         (("--model=model", "--push_to_hub"), "push_to_hub=True needs the hub"),
-        (("--model=nobody/nothing",), "There is no folder nobody/nothing, and the cache has no such model"),
+        (("--run={'model': 'nobody/nothing'}",), "There is no folder nobody/nothing, and the cache has no such model"),
     ],
 )
 def test_a_hub_that_does_not_answer_ends_the_command_at_once(words, need, place, capsys, monkeypatch):
-    monkeypatch.setattr(subcommands, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(subcommands, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(places, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(places, "ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
     assert need in error_of(["sft", *words, "--dataset=texts"], capsys)
-    monkeypatch.setattr(subcommands, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(places, "HF_HUB_OFFLINE", True)
     assert error_of(["sft", *words, "--dataset=texts"], capsys).endswith("HF_HUB_OFFLINE is set. Unset it.")
     assert time.monotonic() - start < 5
 

@@ -18,7 +18,8 @@ from trimtab_lm.models.loading import AutoModel, load_model
 from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
 from trimtab_lm.sampling.rollout import padding_id, sampling_config
 
-from .subcommands import errors_in_one_line, refuse_missing_path
+from .places import refuse_missing_path
+from .subcommands import errors_in_one_line
 
 PROGRAM = "trimtab chat"
 ABOUT = """Talk to a model: each line of the input is a message, and the end of the input (Ctrl-D) ends the talk.

@@ -27,7 +27,8 @@ from trimtab_diffusion.prompts import Prompts
 from trimtab_diffusion.training.sampling import RewardFunction
 from trimtab_lm.data.prompts import open_dataset
 
-from .subcommands import DURING_TRAINING, about_run, errors_in_one_line, named, refuse_missing_path, settings, tracker
+from .places import refuse_missing_path
+from .subcommands import DURING_TRAINING, about_run, errors_in_one_line, named, settings, tracker
 
 ABOUT = """Learning from rewards of images. The dataset has a column `prompt` (or `text`, such as the lines of a .txt
 file); the reward function gets the others as metadata: reward(images, prompts, metadata) -> one number per image.

@@ -16,7 +16,8 @@ from transformers import (
 from trimtab_common.compat.noise import expecting_new_head
 from trimtab_lm.models.loading import load_model
 
-from .subcommands import errors_in_one_line, refuse_missing_path
+from .places import refuse_missing_path
+from .subcommands import errors_in_one_line
 
 PROGRAM = "trimtab merge"
 ABOUT = """Adds an adapter's weights to those of its base model, and saves the whole model with the tokenizer.

@@ -1,14 +1,14 @@
-"""Answers a mistyped name of a setting from a record, in place of the seconds in which a trainer is imported."""
+"""Finds faults in the words of a command without the seconds in which a trainer is imported."""
 
 import ast
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from trimtab_common.config import ConfigError, read_settings
+from trimtab_common.config import read_settings
 from trimtab_common.config.command_line import unknown_setting
-from trimtab_common.config.values import read_flags
+from trimtab_common.config.values import decode, read_flags
 
 RECORD = Path(__file__).with_name("flags.json")
 """The settings of each subcommand, by class, and those of transformers.TrainingArguments.
@@ -19,14 +19,16 @@ INHERITED = "TrainingArguments"
 
 
 def mistake_in(name: str, words: Sequence[str]) -> str | None:
-    """What is wrong with the first name of a flag, or of a line of a `--config` file, that no setting has.
+    """What is wrong with the names of flags and of lines of `--config` files, with a model or with a dataset.
+
+    A setting must have each name, a path must exist, and the hub must answer if the run needs it.
 
     Args:
         name: the subcommand.
         words: those after it.
 
     Returns:
-        None if all names are known, or if the subcommand has no record. Values are not looked at.
+        None if no fault shows without the libraries, or if the subcommand has no record.
     """
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     if name not in record:
@@ -37,17 +39,42 @@ def mistake_in(name: str, words: Sequence[str]) -> str | None:
     try:
         flags = list(read_flags(words))
         files = [str(values[0]) for flag, values in flags if flag == "config"]
-        named = [(f"{file}: ", each) for file in files for each in read_settings(file)]
-        for prefix, each in [*named, *(("--", flag) for flag, _ in flags if flag != "config")]:
+        lines = [(f"{file}: ", *line) for file in files for line in read_settings(file).items()]
+        lines += [("--", flag, values[0]) for flag, values in flags if flag != "config"]
+        for prefix, each, _ in lines:
             head, *path = each.split(".")
             inner = path[0].replace("-", "_") if path else head
             is_field = any(head in names for names in fields.values()) or head in record[name]["computed"]
             is_in_class = head in fields and (not path or inner in [*fields[head], *record[name]["computed"]])
             if not (is_field or is_in_class):
                 return prefix + unknown_setting(each, fields)
-    except ConfigError as error:
+        refuse_absent(dict(values_of(((each, value) for _, each, value in lines), fields)))
+    except ValueError as error:
         return str(error)
     return None
+
+
+def values_of(lines: Iterable[tuple[str, object]], classes: Collection[str]) -> Iterator[tuple[str, object]]:
+    """The settings without the names of their classes, `dpo.beta` and `dpo: {beta: ...}` as `beta`."""
+    for name, word in lines:
+        head, _, rest = name.partition(".")
+        if head in classes and not rest and isinstance(value := decode(word), Mapping):
+            yield from value.items()
+        else:
+            yield (rest if head in classes and rest else name), word
+
+
+def refuse_absent(settings: Mapping[str, object]) -> None:
+    """Raise ValueError for a model or a dataset that does not exist, or a hub that is needed and does not answer."""
+    named = [name for name in ("model", "dataset") if isinstance(settings.get(name), str)]
+    if not named:
+        return
+    from .places import refuse_missing_path, require_hub  # whose import takes longer than the rest
+
+    for name in named:
+        refuse_missing_path(str(settings[name]))
+    if "model" in named:
+        require_hub(str(settings["model"]), uploads=decode(settings.get("push_to_hub")) is True)
 
 
 def training_arguments() -> list[str]:

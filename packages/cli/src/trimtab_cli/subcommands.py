@@ -17,8 +17,6 @@ import torch
 import transformers
 from datasets import Dataset
 from datasets.exceptions import DatasetsError
-from huggingface_hub import get_session, try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from peft import LoraConfig
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.utils import is_bitsandbytes_available
@@ -30,6 +28,7 @@ from trimtab_common.run_record import folder_of_trial
 from trimtab_common.sealing import CheckpointError, latest_checkpoint
 from trimtab_lm.data.prompts import open_dataset
 
+from .places import refuse_missing_path
 from .rows import columns_of_words, recognized, tokenizer_of, with_columns
 
 TUNED: dict[str, dict[str, object]] = {
@@ -63,7 +62,6 @@ Other defaults: without an accelerator dataloader_pin_memory is False; in a swee
 """The end of what --help says of a trainer on transformers.Trainer."""
 UNNAMED = ("config", "model", "dataset", "split", "output_dir", "resume_from", "report_to", "log_with", "seed")
 """Flags that a run's name in a tracker leaves out."""
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 DURING_TRAINING = (CheckpointError, RewardError)
 """Errors of a training that the user can correct."""
 
@@ -210,8 +208,6 @@ def settings(
     with errors_in_one_line(name):
         if config.output_dir is None:
             raise ValueError("output_dir=None: name the folder that the run writes into.")
-        if isinstance(run := configs[0], RunConfig):
-            require_hub(run.model, uploads=bool(getattr(config, "push_to_hub", False)))
     name_run(name, argv, configs)
     config.output_dir = str(folder_of_trial(config.output_dir))
     if tuned and os.environ.get("RANK", "0") == "0":
@@ -270,36 +266,6 @@ def finish(trainer: Trainer, use: str) -> int:
 def chat_with(folder: str | None, run: RunConfig) -> str:
     """The command that shows the model in a folder."""
     return f"Look at it: trimtab chat {folder} --reference {run.model}"
-
-
-def refuse_missing_path(name: str) -> None:
-    """Raise ValueError for a name that looks like a path but does not exist: libraries would look for it on the hub."""
-    path = Path(name)
-    is_in_a_folder = len(path.parts) == 2 and path.parent.is_dir()
-    is_path = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or is_in_a_folder
-    if (is_path or path.suffix in DATA_SUFFIXES) and not path.exists():
-        raise ValueError(f"There is no file or folder {name}.")
-
-
-def require_hub(model: str, *, uploads: bool) -> None:
-    """Raise ValueError within seconds where the hub is needed and does not answer; libraries retry for half a minute.
-
-    Args:
-        model: hub id or folder. A model that is in the cache needs no hub.
-        uploads: whether the run uploads what it trains.
-    """
-    is_here = Path(model).exists() or isinstance(try_to_load_from_cache(model, "config.json"), str)
-    if is_here and not uploads:
-        return
-    need = (
-        "push_to_hub=True needs the hub" if is_here else f"There is no folder {model}, and the cache has no such model"
-    )
-    if HF_HUB_OFFLINE:
-        raise ValueError(f"{need}; HF_HUB_OFFLINE is set. Unset it.")
-    try:
-        get_session().head(ENDPOINT, timeout=3)
-    except Exception as error:  # the kinds are those of whichever client huggingface_hub uses
-        raise ValueError(f"{need}; {ENDPOINT} does not answer: {error}") from error
 
 
 def named(name: str) -> Callable[..., Any] | str:
