@@ -67,9 +67,9 @@ class Result:
     minutes: float
 
 
-def papers(tier: str) -> list[str]:
-    """The folders with sweeps of the tier, the oldest paper first."""
-    names = {file.parent.name for file in (ROOT / "experiments").glob(f"*/{TIERS[tier]}")}
+def papers(*tiers: str) -> list[str]:
+    """The folders with sweeps of one of the tiers, the oldest paper first."""
+    names = {file.parent.name for tier in tiers for file in (ROOT / "experiments").glob(f"*/{TIERS[tier]}")}
     return sorted(names, key=lambda name: (name.split("_")[1], name))
 
 
@@ -191,7 +191,7 @@ def publish(results: Sequence[Result], jobs: int) -> None:
 
 def judge_again() -> None:
     """Judges the committed claims by the committed numbers, and writes the verdicts into numbers and pages."""
-    for paper, tier in product(papers("default"), COMMITTED):
+    for paper, tier in product(papers(*COMMITTED), COMMITTED):
         if not (file := numbers_of(paper, tier)).exists():
             continue
         content, readme = read_json(file), file.with_name("README.md")
@@ -211,7 +211,7 @@ def committed_table() -> str:
     Those of a paper's largest committed tier; where a smaller one judged a claim otherwise, the cell says how.
     """
     rows, checks, abouts, counted = [], [], [], list[Verdict]()
-    for paper in papers("default"):
+    for paper in papers(*COMMITTED):
         name = f"[{paper}]({paper}/README.md)"
         tiers = [tier for tier in COMMITTED if numbers_of(paper, tier).exists()]
         if not tiers:

@@ -87,7 +87,8 @@ def read(runs: Sequence[Run]) -> Report:
     for name, group in controls.items():
         measured |= {quality(CONTROL, name): row for row in [qualities(group, runs)] if row}
     panels = {reward: with_controls(groups, controls) for reward, groups in rewards.items()}
-    claims = [claim for reward in rewards if reward in REACHABLE for claim in claims_about(reward)]
+    known = [reward for reward in rewards if reward in REACHABLE]
+    claims = [claim for reward in known for claim in (*claims_about(reward), *comparisons(reward))]
     if not panels:
         return Report(measured, claims, {}, {})
     count = len(by(runs, "seed"))
@@ -141,7 +142,7 @@ def quality(reward: str, name: str, end: str = "") -> str:
 
 
 def claims_about(reward: str) -> Iterator[Claim]:
-    """The paper's claims about a reward, and ours; captions of one colour are a group."""
+    """The paper's claims about IS on a reward, and ours; captions of one colour are a group."""
     groups = {end: tuple(caption.split()[1] for caption in asked) for end, asked in HALVES.items()}
     shared: dict[str, Any] = {"kind": "more", "scale": SCALE, "groups": groups[""]}
     moved, kept = (shared | margin_fields(PAPER, measure) for measure in ("reward", "quality"))
@@ -172,6 +173,13 @@ def claims_about(reward: str) -> Iterator[Claim]:
         than=KEPT,
         **kept,
     )
+
+
+def comparisons(reward: str, paper: str = PAPER) -> Iterator[Claim]:
+    """The paper's claims about two estimators, and ours about the KL penalty, by the margins of a paper's folder."""
+    groups = tuple(caption.split()[1] for caption in HALVES[""])
+    shared: dict[str, Any] = {"kind": "more", "scale": SCALE, "groups": groups}
+    moved, kept = (shared | margin_fields(paper, measure) for measure in ("reward", "quality"))
     for first, second in (("IS", "RWR"), ("SF", "RWR"), ("IS", "SF")):
         yield Claim(
             f"{reward}: {first} gains more than {second} from as many samples",
