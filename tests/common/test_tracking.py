@@ -302,6 +302,37 @@ def test_another_tracker_of_accelerates_gets_what_it_has_methods_for(tmp_path, m
     accelerator.get_tracker("aim").log_images({"late": None})  # as on the other processes, which log nothing
 
 
+class OneValueEach(Remembers):
+    """Accelerate's tracker of MLflow, with a store that refuses a second value of a parameter, as MLflow's does."""
+
+    name, requires_logging_directory = "mlflow", False
+    stored: dict[str, str] = {}
+
+    def __init__(self, project, **options):
+        super().__init__(project, None, **options)
+        self.run = SimpleNamespace(info=SimpleNamespace(run_id="r1"), data=SimpleNamespace(params=dict(self.stored)))
+
+    @property
+    def tracker(self):
+        return self.run
+
+    def store_init_configuration(self, values):
+        for key, value in values.items():
+            assert self.stored.setdefault(key, str(value)) == str(value)
+
+
+def test_a_resumed_mlflow_run_keeps_its_parameters_and_adds_new_ones(monkeypatch):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", OneValueEach)
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["mlflow"])
+    monkeypatch.setattr(OneValueEach, "stored", {})
+    for run_id, config in ((None, {"steps": 3}), ("r1", {"steps": 5, "note": "b"})):
+        with start_tracking("mlflow", project="p", config=config, run_id=run_id) as tracker:
+            tracker.describe({"model": f"m{config['steps']}"})
+            tracker.describe({"model": "again", "late": config["steps"]})
+            assert tracker.run_id == "r1"
+    assert OneValueEach.stored == {"steps": "3", "model": "m3", "late": "3", "note": "b"}
+
+
 WITHOUT_WANDB = """
 import sys
 import trimtab_common.run, trimtab_lm, trimtab_diffusion

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from trimtab_common.images import Picture, to_pil
 from trimtab_common.interruption import status_of
 from trimtab_common.weights_and_biases import STEP_AXIS, WandbWriter
-from trimtab_common.writers import Cell, TensorBoardWriter, Writer
+from trimtab_common.writers import Cell, MLflowWriter, TensorBoardWriter, Writer
 
 TRACKERS = (*LOGGER_TYPE_TO_CLASS, "none")
 MAX_TABLE_ROWS = 32  # of a call
@@ -103,7 +103,8 @@ def start_tracking(
         "trackio": {"name": run_name, "resume": "allow"},
         "mlflow": {"run_name": name, "run_id": run_id},
     }
-    writer = Writer(kind(project, *place, **{**names.get(chosen, {}), **extra}), config)
+    write = MLflowWriter if chosen == "mlflow" else Writer
+    writer = write(kind(project, *place, **{**names.get(chosen, {}), **extra}), config)
     return Tracker(writer, writer.accelerate.tracker.info.run_id if chosen == "mlflow" else drawn)
 
 

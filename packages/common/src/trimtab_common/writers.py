@@ -54,6 +54,16 @@ class Writer:
         self.accelerate.finish()
 
 
+class MLflowWriter(Writer):
+    """Writes to MLflow, which refuses a parameter's second value: a resumed run keeps the first ones."""
+
+    def describe(self, settings: Mapping[str, object]) -> None:
+        stored: dict[str, str] = self.accelerate.tracker.data.params
+        new = {name: value for name, value in settings.items() if name not in stored}
+        self.accelerate.store_init_configuration(new)
+        stored.update((name, str(value)) for name, value in new.items())
+
+
 class TensorBoardWriter(Writer, TensorBoardTracker):
     """Writes TensorBoard events; begins at the first step, because a resumed run repeats steps and replaces them."""
 
