@@ -88,14 +88,14 @@ class PaperRuns:
 def run(paper: str, tier: str, jobs: int) -> PaperRuns:
     """Runs what is left of the paper's sweeps."""
     home, out = ROOT / "experiments" / paper, RUNS / tier / paper
-    folders, trials, failures = [], [], []
+    folders, trials, failures = list[str](), [], []
     for file in sorted(home.glob(TIERS[tier])):
         sweep = out / file.stem
         command = [*sweep_program(), str(file.relative_to(ROOT)), "--jobs", str(jobs), "--folder", str(sweep)]
         failures += ["its sweep could not be run"] * bool(call([*command, "--retry-failed"]))
         with suppress(SweepError):
             study = read_study(sweep)
-            folders.append(str(Path("runs", paper, study.user_attrs["id"])))
+            folders += map(str, Path("runs").glob(f"*/{study.user_attrs['id']}"))  # of the program's paper
             trials += [(log_of(sweep, trial.number), trial.user_attrs) for trial in trials_of(study)]
     failed = [(log, about["run_id"]) for log, about in trials if about.get("status") == "failed"]
     failures += [f"run {run_id} failed, see {log}" for log, run_id in failed]

@@ -293,7 +293,6 @@ def assert_holds(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> No
     for name, value in sorted(flat(parameters), key=lambda item: item[0].partition(".")[0] in SECTIONS):
         head, _, field = name.partition(".")
         settings[field if field and head in SECTIONS else name] = value  # reward is a class and a field of DDPO
-    settings.pop("logdir", None)  # each training of a run has a folder in it
     if isinstance(settings.get("reward"), list):  # each training has one
         (settings["reward"],) = settings["reward"]
     assert {name: config.get(name, "missing") for name in settings} == settings
