@@ -21,7 +21,7 @@ from trimtab_lm.data.tokenization import (
     encode_seq2seq,
     encode_text,
 )
-from trimtab_lm.data.truncation import truncate_columns, truncate_pair, truncate_row
+from trimtab_lm.data.truncation import truncate_answers, truncate_columns, truncate_row
 from trimtab_lm.reward.collator import PairCollator
 from trimtab_lm.rewards.functions import RewardSet, as_completions
 from trimtab_lm.sampling.generate import cut_at_eos, response_texts
@@ -73,7 +73,7 @@ def test_a_truncated_pair_has_room_and_answers(prompt, chosen, rejected, longest
     row = {"prompt_input_ids": prompt, "chosen_input_ids": prompt + chosen, "rejected_input_ids": prompt + rejected}
     options = {"max_length": longest, "max_prompt_length": longest_prompt, "mode": mode}
     assume((longest is None or longest >= 2) and longest_prompt != 0)  # as the configs require
-    cut = truncate_pair(row, **options)
+    cut = truncate_answers(row, **options)
     kept = cut["prompt_input_ids"]
     assert longest_prompt is None or len(kept) <= longest_prompt
     for side in ("chosen", "rejected"):

@@ -22,7 +22,7 @@ from trimtab_lm.data.tokenization import (
     require_eos,
     stop_token_ids,
 )
-from trimtab_lm.data.truncation import report_truncation, truncate_columns, truncate_pair, truncate_row
+from trimtab_lm.data.truncation import report_truncation, truncate_answers, truncate_columns, truncate_row
 
 SENTENCES = [
     "Question: which animals sleep at noon? Answer: the cats sleep, the dogs do not.",
@@ -446,7 +446,7 @@ def lengths(row):
 def test_a_pair_is_cut_at_its_prompt_first_and_keeps_bos_and_eos(mode, before, max_length, max_prompt_length, after):
     row = pair(*before)
     settings = {"max_length": max_length, "max_prompt_length": max_prompt_length, "mode": mode}
-    cut = truncate_pair(row, bos_token_id=1, stop_ids={2}, **settings)
+    cut = truncate_answers(row, bos_token_id=1, stop_ids={2}, **settings)
     assert lengths(cut) == after
     assert cut["tokens_cut"] == sum(before) - sum(after)
     prompt = cut["prompt_input_ids"]
@@ -469,7 +469,7 @@ def test_a_pair_is_cut_at_its_prompt_first_and_keeps_bos_and_eos(mode, before, m
 
 def test_no_length_empties_an_answer_of_a_pair():
     for max_length in range(2, 30):
-        cut = truncate_pair(pair(13, 9, 4), max_length=max_length, max_prompt_length=None, stop_ids={2})
+        cut = truncate_answers(pair(13, 9, 4), max_length=max_length, max_prompt_length=None, stop_ids={2})
         assert min(lengths(cut)) >= 1
         assert max(len(cut["chosen_input_ids"]), len(cut["rejected_input_ids"])) <= max_length
 

@@ -45,6 +45,26 @@ def check_mode(mode: str) -> None:
         raise ValueError(f"truncation_mode={mode!r} is unknown. Use 'keep_start' or 'keep_end'.")
 
 
+def check_limits(mode: str, *, max_length: int | None, max_prompt_length: int | None) -> None:
+    """Checks the settings by which prompts with answers are cut.
+
+    Args:
+        max_length: the most tokens of a prompt with an answer; None: no limit.
+        max_prompt_length: the most tokens of a prompt; None: no limit.
+
+    Raises:
+        ValueError: the mode is unknown, or the limits leave no token to a prompt or to an answer.
+    """
+    check_mode(mode)
+    if max_length is not None and max_length < 2:
+        raise ValueError(f"max_length={max_length} leaves no room for a prompt and an answer. Use at least 2.")
+    if max_length is not None and (max_prompt_length or 0) >= max_length:
+        raise ValueError(
+            f"max_prompt_length={max_prompt_length} leaves nothing of max_length={max_length} to an answer. Make it "
+            "smaller."
+        )
+
+
 def truncate_row(
     ids: Sequence[int],
     mask: Sequence[int],
@@ -71,7 +91,7 @@ def truncate_row(
     return TruncatedRow([ids[i] for i in places], kept, len(ids) - len(places), any(mask) and not any(kept))
 
 
-def truncate_pair(
+def truncate_answers(
     row: Row,
     *,
     max_length: int | None,
@@ -80,19 +100,19 @@ def truncate_pair(
     bos_token_id: int | None = None,
     stop_ids: Collection[int] = (),
 ) -> dict[str, Any]:
-    """Truncates a preference pair.
+    """Truncates a prompt and its answers, such as those of a preference pair.
 
     The steps, each only if the one before was not enough:
 
     1. Cut the prompt to max_prompt_length, whatever the answers' length.
-    2. Cut the prompt until it and the longer answer fit into max_length, but not below half of max_length, so that the
+    2. Cut the prompt until it and the longest answer fit into max_length, but not below half of max_length, so that the
        question is not lost.
     3. Cut each answer to what the prompt leaves of max_length, which is at least half of it.
 
     No answer becomes empty.
 
     Args:
-        row: what `encode_preference` returns.
+        row: `prompt_input_ids`, and `*_input_ids` of each answer with the prompt before it, as of `encode_preference`.
         max_length: the most tokens of the prompt with one answer, 2 or more; None: no limit.
         max_prompt_length: the most tokens of the prompt, 1 or more; None: no limit.
         mode: keep_end keeps the end of the prompt and of the answers, keep_start their start.
@@ -100,10 +120,11 @@ def truncate_pair(
         stop_ids: with keep_start, one of these stays if it is an answer's last token.
 
     Returns:
-        The row, and its counts for `report_truncation`.
+        `prompt_input_ids`, each answer's `*_input_ids` and `*_mask`, and the counts for `report_truncation`.
     """
     prompt = row["prompt_input_ids"]
-    answers = {name: row[f"{name}_input_ids"][len(prompt) :] for name in ("chosen", "rejected")}
+    names = [name.removesuffix("_input_ids") for name in row if name.endswith("_input_ids")]
+    answers = {name: row[f"{name}_input_ids"][len(prompt) :] for name in names if name != "prompt"}
     allowed = len(prompt) if max_prompt_length is None else min(len(prompt), max_prompt_length)
     if max_length is not None:
         fitting = max_length - max(map(len, answers.values()))

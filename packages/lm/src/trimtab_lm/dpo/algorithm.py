@@ -7,11 +7,10 @@ and the loss is a function of the four log-probabilities.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from trimtab_lm.tokens.layout import sum_per_sequence
 from trimtab_lm.tokens.scores import TokenScores
+from trimtab_lm.tokens.sequences import score_sequences
 
 
 class PairScores(NamedTuple):
@@ -41,14 +40,12 @@ def score(model: Callable[..., TokenScores], tokens: Mapping[str, Tensor]) -> Pa
 
     tokens: sequence 2i is the chosen answer of pair i, sequence 2i + 1 its rejected one; see `collator`.
     """
-    scores, lengths = model(tokens=tokens), tokens["lengths"]
-    logps = sum_per_sequence(scores.logprobs, tokens["sequence"], len(lengths)).view(-1, 2)
-    entropy = sum_per_sequence(scores.entropy, tokens["sequence"], len(lengths)).view(-1, 2)
-    chosen, rejected = logps.unbind(1)
-    chosen_entropy, rejected_entropy = entropy.unbind(1)
-    chosen_length, rejected_length = lengths.view(-1, 2).unbind(1)
-    router_loss = torch.as_tensor(scores.router_loss)
-    return PairScores(chosen, rejected, chosen_entropy, rejected_entropy, chosen_length, rejected_length, router_loss)
+    scores = score_sequences(model, tokens)
+    chosen, rejected = scores.logps.view(-1, 2).unbind(1)
+    chosen_entropy, rejected_entropy = scores.entropy.view(-1, 2).unbind(1)
+    chosen_length, rejected_length = scores.lengths.view(-1, 2).unbind(1)
+    entropies, lengths = (chosen_entropy, rejected_entropy), (chosen_length, rejected_length)
+    return PairScores(chosen, rejected, *entropies, *lengths, scores.router_loss)
 
 
 def compare(

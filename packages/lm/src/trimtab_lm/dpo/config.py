@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab_common.config import Count, CountFromZero, NotNegative, check_ranges, setting
-from trimtab_lm.data.truncation import check_mode
+from trimtab_lm.data.truncation import check_limits
 from trimtab_lm.hf.config import SHARE_PROMPTS, TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.legacy.translations import DPO_ARGUMENTS
@@ -156,14 +156,8 @@ class DPOConfig(TrainerConfig):
             check_losses(self.loss_type, self.loss_weights, **numbers)
         if self.simpo_gamma is not None and "simpo" not in self.loss_type:
             raise ValueError(f"simpo_gamma={self.simpo_gamma} is of loss_type='simpo', not {self.loss_type!r}.")
-        check_mode(self.truncation_mode)
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length} leaves no room for a prompt and an answer. Use at least 2.")
-        if self.max_length is not None and (self.max_prompt_length or 0) >= self.max_length:
-            raise ValueError(
-                f"max_prompt_length={self.max_prompt_length} leaves nothing of max_length={self.max_length} to an "
-                "answer. Make it smaller."
-            )
+        limits = {"max_length": self.max_length, "max_prompt_length": self.max_prompt_length}
+        check_limits(self.truncation_mode, **limits)
         if self.label_pad_token_id >= 0:
             raise ValueError(
                 f"label_pad_token_id={self.label_pad_token_id} can be the id of a token, such as EOS, which would then "

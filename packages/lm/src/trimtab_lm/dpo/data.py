@@ -41,8 +41,8 @@ from trimtab_lm.data.truncation import (
     TOKENS_CUT,
     Mode,
     report_truncation,
+    truncate_answers,
     truncate_columns,
-    truncate_pair,
     truncate_row,
 )
 from trimtab_lm.hf.adapter import prepare_datasets, shard_model
@@ -60,7 +60,7 @@ SETTINGS = (*LIMITS, "truncation_mode", "label_pad_token_id")
 
 @dataclass(frozen=True)
 class PairTokenizer:
-    """A row with a preference, standard or conversational, as token columns; the order of cuts is `truncate_pair`'s.
+    """A row with a preference, standard or conversational, as token columns; the order of cuts is `truncate_answers`'s.
 
     max_target_length cuts the answers before anything else. Of an encoder-decoder model max_length holds for prompt
     and answers each.
@@ -92,7 +92,7 @@ class PairTokenizer:
         if self.is_encoder_decoder:
             return self._seq2seq(encode_preference_seq2seq(self.tokenizer, row, **settings))
         encoded, cut = self._shorter_answers(self._encoded(row, settings))
-        pair = truncate_pair(
+        pair = truncate_answers(
             encoded,
             max_length=self.max_length,
             max_prompt_length=self.max_prompt_length,

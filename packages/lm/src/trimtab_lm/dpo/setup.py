@@ -6,11 +6,9 @@ from accelerate import Accelerator
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_common.sharding import on_one_device
-from trimtab_lm.hf.models import load_language_model, with_adapters
+from trimtab_lm.hf.models import fixed_reference, load_language_model, with_adapters
 from trimtab_lm.interface import Model, base_of
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.tokens.forward import score_tokens_in_forward
 
 from .config import DPOConfig
 
@@ -95,11 +93,7 @@ def make_reference(
         return Reference.of_adapter(model, config.ref_adapter_name)
     if config.precompute_ref_log_probs and ref_model is None and not isinstance(model, PeftModel):
         return Reference(model, is_adapter_off=False)
-    reference = Reference.of(model, ref_model)
-    if not reference.is_policy:
-        score_tokens_in_forward(on_one_device(reference.model, accelerator.device))
-        reference.prepare(accelerator)
-    return reference
+    return fixed_reference(model, ref_model, accelerator)
 
 
 def check_kind(model: Model, config: DPOConfig) -> bool:

@@ -16,9 +16,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from trimtab_common.sharding import keep_output_precision
+from trimtab_common.sharding import keep_output_precision, on_one_device
 from trimtab_lm.interface import Model, Processor, base_of
 from trimtab_lm.models.loading import bar_packing, from_pretrained
+from trimtab_lm.models.reference import Reference
+from trimtab_lm.tokens.forward import score_tokens_in_forward
 
 from .config import checkpointing_of
 
@@ -98,6 +100,18 @@ def with_adapters(model: Model, peft_config: PeftConfig | None, args: TrainingAr
         # Frozen embeddings give outputs without gradients, so a checkpointed block over them would get none.
         model.enable_input_require_grads()
     return model
+
+
+def fixed_reference(model: Model, ref_model: Model | None, accelerator: Accelerator) -> Reference:
+    """The reference of a policy with its present weights, where it runs, with a forward that scores tokens.
+
+    See `Reference.of` for the arguments and errors.
+    """
+    reference = Reference.of(model, ref_model)
+    if not reference.is_policy:
+        score_tokens_in_forward(on_one_device(reference.model, accelerator.device))
+        reference.prepare(accelerator)
+    return reference
 
 
 def prepare_sharding(model: Model, accelerator: Accelerator) -> None:

@@ -17,7 +17,7 @@ from trimtab_lm.data.formats import (
 )
 from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt_completion, stop_token_ids
-from trimtab_lm.data.truncation import IS_EMPTIED, Mode, report_truncation, truncate_pair
+from trimtab_lm.data.truncation import IS_EMPTIED, Mode, report_truncation, truncate_answers
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.tokens.positions import Positions
 
@@ -83,13 +83,13 @@ def _cut(pair: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase, length:
     first = tokenizer.cls_token_id if _ends_in_sep(tokenizer) else tokenizer.bos_token_id
     stops = {tokenizer.sep_token_id} if _ends_in_sep(tokenizer) else stop_token_ids(tokenizer)
     sizes = {"max_length": length, "max_prompt_length": None}
-    cut = truncate_pair(pair, **sizes, mode=mode, bos_token_id=first, stop_ids=stops)
+    cut = truncate_answers(pair, **sizes, mode=mode, bos_token_id=first, stop_ids=stops)
     cut[IS_EMPTIED] |= cut["chosen_input_ids"] == cut["rejected_input_ids"]
     return cut
 
 
 def _text_pair(row: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Prompt and answers as `truncate_pair` takes them. The prompt may be empty: a score needs no token before."""
+    """Prompt and answers as `truncate_answers` takes them. The prompt may be empty: a score needs no token before."""
     prompt, *answers = preference_parts(row)
     settings: dict[str, Any] = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name)}
     settings["add_eos"] = not _ends_in_sep(tokenizer)
