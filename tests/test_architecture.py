@@ -57,6 +57,8 @@ EXPORTS: dict[str, set[str]] = {
         "GRPOTrainer",
         "IterativeSFTConfig",
         "IterativeSFTTrainer",
+        "KTOConfig",
+        "KTOTrainer",
         "LengthSampler",
         "PPOConfig",
         "PPOTrainer",
@@ -475,10 +477,12 @@ def train(kind: type, config: object, columns: dict, model: torch.nn.Module, **a
 
 
 PAIR = {"prompt": ["w1 w2 "] * 2, "chosen": ["w3"] * 2, "rejected": ["w4 w5"] * 2}
+LABELLED = {"prompt": ["w1 w2 "] * 2, "completion": ["w3", "w4 w5"], "label": [True, False]}
 STEPS = {
     "ppo": step_ppo,
     "sft": lambda mine, args: train(mine.SFTTrainer, mine.SFTConfig(**args), {"text": ["w1 w2", "w3 w4"]}, tiny_gpt2()),
     "dpo": lambda mine, args: train(mine.DPOTrainer, mine.DPOConfig(**args), PAIR, tiny_gpt2()),
+    "kto": lambda mine, args: train(mine.KTOTrainer, mine.KTOConfig(**args), LABELLED, tiny_gpt2()),
     "reward": lambda mine, args: train(mine.RewardTrainer, mine.RewardConfig(**args), PAIR, tiny_scorer()),
     "grpo": lambda mine, args: train(
         mine.GRPOTrainer,

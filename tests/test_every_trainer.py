@@ -30,6 +30,8 @@ from trimtab_lm import (
     GRPOTrainer,
     IterativeSFTConfig,
     IterativeSFTTrainer,
+    KTOConfig,
+    KTOTrainer,
     PPOConfig,
     PPOTrainer,
     RewardConfig,
@@ -58,6 +60,14 @@ PREFERENCES = Dataset.from_dict(
     }
 )
 
+ANSWERS = Dataset.from_dict(
+    {
+        "prompt": WORDS,
+        "completion": [" is good" if i % 2 else f" is bad {word}" for i, word in enumerate(WORDS)],
+        "label": [bool(i % 2) for i in range(len(WORDS))],
+    }
+)
+
 
 class StopAfterFirstStep(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -82,6 +92,11 @@ def reward(folder: str) -> RewardTrainer:
 def dpo(folder: str) -> DPOTrainer:
     args = DPOConfig(folder, **SETTINGS)
     return DPOTrainer(tiny.llama(), args=args, train_dataset=PREFERENCES, processing_class=tiny.tokenizer())
+
+
+def kto(folder: str) -> KTOTrainer:
+    args = KTOConfig(folder, **SETTINGS)
+    return KTOTrainer(tiny.llama(), args=args, train_dataset=ANSWERS, processing_class=tiny.tokenizer())
 
 
 def grpo(folder: str, **config: Any) -> GRPOTrainer:
@@ -245,7 +260,7 @@ TRAINERS: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
         build.__name__: lambda folder, interrupt, build=build: train_on_transformers(
             build, folder, interrupt=interrupt
         )[1]
-        for build in (sft, reward, dpo, grpo)
+        for build in (sft, reward, dpo, kto, grpo)
     },
 }
 

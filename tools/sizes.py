@@ -16,7 +16,7 @@ FUNCTION_LIMIT = 80
 RUN = 6
 """Minimum number of consecutive equal lines that count as a duplicate."""
 ALGORITHMS = (
-    *(f"lm/src/trimtab_lm/{name}" for name in ("sft", "reward", "dpo", "grpo", "ppo", "iterative_sft")),
+    *(f"lm/src/trimtab_lm/{name}" for name in ("sft", "reward", "dpo", "kto", "grpo", "ppo", "iterative_sft")),
     "diffusion/src/trimtab_diffusion/ddpo",
 )
 STORY = ("config.py", "loss.py", "trainer.py")

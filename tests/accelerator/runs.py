@@ -11,7 +11,15 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from peft import LoraConfig
 from tests.lm import tiny
-from tests.test_every_trainer import PREFERENCES, WORDS, length, train_by_calls, train_by_ppo, train_on_transformers
+from tests.test_every_trainer import (
+    ANSWERS,
+    PREFERENCES,
+    WORDS,
+    length,
+    train_by_calls,
+    train_by_ppo,
+    train_on_transformers,
+)
 
 from trimtab_lm import (
     DPOConfig,
@@ -20,6 +28,8 @@ from trimtab_lm import (
     GRPOTrainer,
     IterativeSFTConfig,
     IterativeSFTTrainer,
+    KTOConfig,
+    KTOTrainer,
     PPOConfig,
     PPOTrainer,
     RewardConfig,
@@ -49,6 +59,7 @@ ARCHITECTURES = {
     "iterative_sft": ["causal", "encoder-decoder"],
     "reward": ["causal"],
     "dpo": ["causal", "encoder-decoder"],
+    "kto": ["causal", "encoder-decoder"],
     "grpo": ["causal"],
     "ppo": ["causal", "encoder-decoder", "critic", "shared"],
 }
@@ -100,6 +111,9 @@ def build(case: Case, folder: Path, **settings: Any) -> Any:
     if case.trainer == "dpo":
         args = DPOConfig(str(folder), **options)
         return DPOTrainer(case.base(), args=args, train_dataset=PREFERENCES, eval_dataset=PREFERENCES, **shared)
+    if case.trainer == "kto":
+        args = KTOConfig(str(folder), **options)
+        return KTOTrainer(case.base(), args=args, train_dataset=ANSWERS, eval_dataset=ANSWERS, **shared)
     return grpo(case, folder, length, **settings)
 
 

@@ -15,6 +15,8 @@ from trimtab_lm import (
     GRPOTrainer,
     IterativeSFTConfig,
     IterativeSFTTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -27,6 +29,7 @@ COLUMNS = {
     "sft": ["text"],
     "reward": ["prompt", "chosen", "rejected"],
     "dpo": ["prompt", "chosen", "rejected"],
+    "kto": ["prompt", "completion", "label"],
     "grpo": ["prompt"],
     "iterative_sft": ["prompt", "completion"],
 }
@@ -34,6 +37,7 @@ KINDS = {
     "sft": (SFTTrainer, SFTConfig, tiny.gpt2),
     "reward": (RewardTrainer, RewardConfig, tiny.scorer),
     "dpo": (DPOTrainer, DPOConfig, tiny.gpt2),
+    "kto": (KTOTrainer, KTOConfig, tiny.gpt2),
     "grpo": (GRPOTrainer, GRPOConfig, tiny.gpt2),
     "iterative_sft": (IterativeSFTTrainer, IterativeSFTConfig, tiny.gpt2),
 }
@@ -81,6 +85,7 @@ ROWS = {
     "sft": {"text": [SHORT, LONG]},
     "reward": {"prompt": ["a", "a"], "chosen": ["b", "b"], "rejected": ["c", LONG]},
     "dpo": {"prompt": ["a", "a"], "chosen": ["b", "b"], "rejected": ["c", LONG]},
+    "kto": {"prompt": ["a", "a"], "completion": ["b", LONG], "label": [True, False]},
     "grpo": {"prompt": [SHORT, LONG]},
     "iterative_sft": {"prompt": ["a", "a"], "completion": ["b", LONG]},
 }
@@ -106,7 +111,7 @@ def test_rotary_positions_set_no_limit(kind, tmp_path):
         assert trainer.state.global_step == 1
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "reward"])
 def test_rows_that_are_cut_to_the_positions_are_taken(kind, tmp_path):
     settings = {"reward": {"max_length": 64, "truncation_mode": "keep_end"}}.get(kind, {"max_length": 64})
     with pytest.warns(UserWarning, match="max_length=64"):

@@ -19,6 +19,8 @@ from trimtab_lm import (
     GRPOTrainer,
     IterativeSFTConfig,
     IterativeSFTTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -26,9 +28,11 @@ from trimtab_lm import (
 )
 
 PAIRS = {"prompt": ["a", "b"], "chosen": ["cd", "ef"], "rejected": ["gh", "i"]}
-KINDS: dict[str, tuple[Any, Any, dict[str, list[str]]]] = {
+ANSWERS = {"prompt": ["a", "b"], "completion": ["cd", "ef"], "label": [True, False]}
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "sft": (SFTTrainer, SFTConfig, {"text": ["abc", "de"]}),
     "dpo": (DPOTrainer, DPOConfig, PAIRS),
+    "kto": (KTOTrainer, KTOConfig, ANSWERS),
     "reward": (RewardTrainer, RewardConfig, PAIRS),
     "grpo": (GRPOTrainer, GRPOConfig, {"prompt": ["a", "b"]}),
     "iterative_sft": (IterativeSFTTrainer, IterativeSFTConfig, {"text": ["abc", "de"]}),

@@ -120,7 +120,7 @@ from trl.core import logprobs_from_logits
 from trl.environment import TextEnvironment
 from trl.trainer import compute_accuracy
 assert trl.trainer.utils.ConstantLengthDataset is trimtab_lm.ConstantLengthDataset
-assert not hasattr(trl, "KTOTrainer")
+assert not hasattr(trl, "BCOTrainer")
 
 
 def says(statement, kind, *parts):
@@ -132,7 +132,7 @@ def says(statement, kind, *parts):
         raise AssertionError(statement)
 
 
-says("from trl import KTOTrainer", ImportError, "trl.KTOTrainer", "loss_type='kto_pair'")
+says("from trl import ORPOTrainer", ImportError, "trl.ORPOTrainer", "loss_type='orpo'")
 says("trl.RichProgressCallback", AttributeError, "transformers shows the progress")
 says("from trl.core import PPOTrainer", ImportError, "import it from trl")
 says("from trl import Whatever", ImportError, "page on migration")

@@ -6,6 +6,7 @@ from .iterative_sft import (
     IterativeSFTConfig as IterativeSFTConfig,
     IterativeSFTTrainer as IterativeSFTTrainer,
 )
+from .kto import KTOConfig as KTOConfig, KTOTrainer as KTOTrainer
 from .legacy.completion_collator import DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM
 from .legacy.core import set_seed as set_seed
 from .models.reference import create_reference_model as create_reference_model

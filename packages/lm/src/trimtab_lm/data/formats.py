@@ -46,6 +46,7 @@ class RowFormat(StrEnum):
     TEXT = "text"
     MESSAGES = "messages"
     PROMPT_COMPLETION = "prompt-completion"
+    UNPAIRED_PREFERENCE = "unpaired preference"
     TOKENIZED = "tokenized"
     PREFERENCE = "preference"
     IMPLICIT_PREFERENCE = "implicit-prompt preference"
@@ -56,6 +57,7 @@ class RowFormat(StrEnum):
 COLUMN_SETS: dict[RowFormat, tuple[tuple[str, ...], ...]] = {
     RowFormat.MESSAGES: (("messages",), ("conversations",)),
     RowFormat.PROMPT_COMPLETION: (("prompt", "completion"),),
+    RowFormat.UNPAIRED_PREFERENCE: (("prompt", "completion", "label"),),
     RowFormat.TOKENIZED: (("input_ids",),),
     RowFormat.PREFERENCE: (("prompt", "chosen", "rejected"),),
     RowFormat.IMPLICIT_PREFERENCE: (("chosen", "rejected"),),

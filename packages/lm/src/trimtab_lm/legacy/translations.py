@@ -198,7 +198,7 @@ LATER_ARGUMENTS: dict[str, Argument] = {
     "router_aux_loss_coef": Argument(float | None, None, "leave it out; the losses have no term of a router"),
     "pad_to_multiple_of": Argument(int | str | None, "auto", _LAID_OUT, _no_change),
 }
-"""Arguments of SFTConfig, DPOConfig, RewardConfig and GRPOConfig in TRL 1.16, by name."""
+"""Arguments of SFTConfig, DPOConfig, KTOConfig, RewardConfig and GRPOConfig in TRL 1.16, by name."""
 
 _OFFLOADING = Argument(bool, False, "leave it out, or write gradient_checkpointing=True")
 
@@ -232,6 +232,29 @@ DPO_ARGUMENTS: dict[str, Argument] = {
     "discopop_tau": Argument(float, 0.05, "leave it out; the temperature of discopop is always 0.05, as in the paper"),
 }
 """Arguments of DPOConfig in TRL 0.9 to 0.11 and in 1.16, by name."""
+
+KTO_ARGUMENTS: dict[str, Argument] = {
+    "max_completion_length": Argument(int | None, None, "write max_length, of prompt and completion together"),
+    "label_pad_token_id": Argument(int, -100, "leave it out; rows are not padded by labels", _no_change),
+    "padding_value": Argument(int | None, None, "leave it out; padding is masked by its place", _no_change),
+    "is_encoder_decoder": Argument(bool | None, None, "leave it out; it is read off the model", _no_change),
+    "generate_during_eval": Argument(bool, False, "leave it out; trimtab chat shows answers of the model"),
+    "ref_model_init_kwargs": Argument(
+        dict[str, object] | None, None, "write model_init_kwargs, which also load a reference that is given by name"
+    ),
+    "precompute_ref_log_probs": Argument(
+        bool,
+        False,
+        "leave it out; each epoch pairs a prompt with other rows' completions, so none can be precomputed",
+    ),
+    "precompute_ref_batch_size": Argument(int | None, None, "leave it out; the reference reads the trainer's batches"),
+    "sync_ref_model": Argument(bool, False, _FIXED_REFERENCE),
+    "ref_model_mixup_alpha": Argument(float, 0.6, _FIXED_REFERENCE),
+    "ref_model_sync_steps": Argument(int, 512, _FIXED_REFERENCE),
+    **LATER_ARGUMENTS,
+    "activation_offloading": _OFFLOADING,
+}
+"""Arguments of KTOConfig in TRL 0.8 to 0.11 and in 1.16, by name."""
 
 SFT_ARGUMENTS: dict[str, Argument] = {
     "max_seq_length": _renamed(int | None, None, "max_length"),

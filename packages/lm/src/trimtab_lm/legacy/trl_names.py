@@ -48,7 +48,7 @@ _TRAINERS = {
     f"{folder}_{part}": _of(package, f"{kind}Config {kind}Trainer")
     for package, folders in (
         (_LM, {"ppo": "PPO", "dpo": "DPO", "sft": "SFT", "reward": "Reward", "iterative_sft": "IterativeSFT"}),
-        (_LM, {"grpo": "GRPO"}),
+        (_LM, {"grpo": "GRPO", "kto": "KTO"}),
         (_DIFFUSION, {"ddpo": "DDPO", "alignprop": "AlignProp"}),
     )
     for folder, kind in folders.items()
@@ -130,7 +130,6 @@ MODULES: Mapping[str, Mapping[str, str]] = {
 """Where the names of each module lead: `module:attribute`. A module that is not here raises an ImportError."""
 
 _TRAIN_WITH = {
-    "KTO": "DPOTrainer with loss_type='kto_pair' learns from pairs",
     "ORPO": "use DPOTrainer with loss_type='orpo'",
     "CPO": "use DPOTrainer with loss_type='cpo' or 'simpo'",
     "BCO": "use DPOTrainer",

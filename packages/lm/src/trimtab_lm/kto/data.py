@@ -1,0 +1,135 @@
+"""Labelled answers for KTO: rows of a dataset as token ids.
+
+A tokenized row has `prompt_input_ids`, `completion_input_ids` and `label`, True where the completion is desirable.
+"""
+
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from datasets import Dataset, concatenate_datasets
+from transformers import PreTrainedTokenizerBase
+
+from trimtab_lm.data.formats import Row, RowFormat, Text, columns_of, preference_parts, prepare_dataset, row_format
+from trimtab_lm.data.sources import as_data
+from trimtab_lm.data.tokenization import encode_prompt_completion, encode_seq2seq, stop_token_ids
+from trimtab_lm.data.truncation import report_truncation, truncate_answers, truncate_columns
+from trimtab_lm.hf.types import DataSource
+from trimtab_lm.interface import Data
+from trimtab_lm.tokens.positions import Positions
+
+from .config import KTOConfig
+
+FORMATS = (RowFormat.UNPAIRED_PREFERENCE, RowFormat.PREFERENCE, RowFormat.IMPLICIT_PREFERENCE)
+MOST = 4 / 3
+
+
+@dataclass(frozen=True)
+class AnswerTokenizer:
+    """A row with a prompt, a completion and a label as token ids, with the counts for `report_truncation`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    config: KTOConfig
+    is_encoder_decoder: bool
+    positions: Positions
+
+    def __call__(self, row: Row) -> dict[str, Any]:
+        """Returns the columns.
+
+        Raises:
+            ValueError: the label is no bool, the completion is empty, the prompt has no token, or the row has more
+                tokens than the model has positions.
+        """
+        if not isinstance(label := row.get("label"), bool):
+            raise ValueError(
+                f"The label is {label!r} ({type(label).__name__}): True, for a desirable completion, or False is "
+                "needed. Write true or false into the file, or convert the column: dataset.cast_column('label', "
+                "datasets.Value('bool'))."
+            )
+        settings = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
+        encode = self._seq2seq if self.is_encoder_decoder else self._causal
+        cut, length = encode(row["prompt"], row["completion"], settings)
+        remedy = f"Lower max_length ({self.config.max_length}), or drop the row."
+        encoder = len(cut["prompt_input_ids"]) if self.is_encoder_decoder else 0
+        self.positions.check("The row is too long", encoder=encoder, decoder=length, remedy=remedy)
+        return {**cut, "label": label}
+
+    def of_pair(self, row: Row, *, is_chosen: bool) -> dict[str, Any]:
+        """Returns the columns of one answer of a pair."""
+        prompt, chosen, rejected = preference_parts(row)
+        return self({**row, "prompt": prompt, "completion": chosen if is_chosen else rejected, "label": is_chosen})
+
+    def _causal(self, prompt: Text, completion: Text, settings: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        encoded = encode_prompt_completion(self.tokenizer, prompt, completion, **settings)
+        ids, start = encoded["input_ids"], encoded["completion_mask"].index(1)
+        if start == 0:
+            raise ValueError(
+                "The prompt has no token, and the first token of a completion needs one before it to be scored. Give "
+                "the row a prompt, or use a tokenizer that adds BOS."
+            )
+        limits: dict[str, Any] = {"max_prompt_length": self.config.max_prompt_length, **self._cuts}
+        row = {"prompt_input_ids": ids[:start], "completion_input_ids": ids}
+        cut = truncate_answers(row, max_length=self.config.max_length, **limits)
+        whole = cut["completion_input_ids"]
+        del cut["completion_mask"]
+        return {**cut, "completion_input_ids": whole[len(cut["prompt_input_ids"]) :]}, len(whole)
+
+    def _seq2seq(self, prompt: Text, completion: Text, settings: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        encoded = encode_seq2seq(self.tokenizer, prompt, completion, **settings)
+        most = self.config.max_length
+        shorter = min((x for x in (self.config.max_prompt_length, most) if x is not None), default=None)
+        row = {"prompt_input_ids": encoded["input_ids"], "completion_input_ids": encoded["labels"]}
+        cut = truncate_columns(row, dict(zip(row, (shorter, most), strict=True)), **self._cuts)
+        return cut, len(cut["completion_input_ids"])
+
+    @property
+    def _cuts(self) -> dict[str, Any]:
+        stops = {"bos_token_id": self.tokenizer.bos_token_id, "stop_ids": stop_token_ids(self.tokenizer)}
+        return {"mode": self.config.truncation_mode, **stops}
+
+
+def tokenize_answers(dataset: DataSource, tokenize: AnswerTokenizer) -> Data:
+    """The rows as token ids. Pairs become two rows each: all chosen answers, then all rejected ones.
+
+    Raises:
+        ValueError: columns are missing, a row cannot be used (the message says which), or a stream has pairs.
+    """
+    dataset, config = as_data(dataset), tokenize.config
+    options: dict[str, Any] = {"num_proc": config.dataset_num_proc, "desc": "tokenizing"}
+    if row_format(columns_of(dataset), FORMATS, needed_for="KTO") is RowFormat.UNPAIRED_PREFERENCE:
+        rows = prepare_dataset(dataset, tokenize, **options)
+    elif isinstance(dataset, Dataset):
+        sides = [partial(tokenize.of_pair, is_chosen=is_chosen) for is_chosen in (True, False)]
+        rows = concatenate_datasets([prepare_dataset(dataset, side, **options) for side in sides])
+    else:
+        raise ValueError(
+            "This stream has pairs, and KTO needs rows of prompt, completion and label; it splits the pairs of data "
+            "sets alone. Load it without streaming, or split the pairs with dataset.map."
+        )
+    return report_truncation(rows, limit=f"max_length={config.max_length}")
+
+
+def warn_of_balance(rows: object, config: KTOConfig) -> None:
+    """Warns where the weighted numbers of desirable and undesirable rows are not as the paper recommends.
+
+    Ethayarajh et al. 2024, arXiv:2402.01306, Eq. 9: lambda_D n_D / (lambda_U n_U) lies between 1 and 4/3. The rows of a
+    stream cannot be counted.
+    """
+    if not isinstance(rows, Dataset):
+        return
+    good = sum(rows["label"])
+    bad = len(rows) - good
+    if not good or not bad:
+        kind = "desirable" if good else "undesirable"
+        warnings.warn(f"All {len(rows):,} rows are {kind}, so nothing contrasts with them. Add others.", stacklevel=4)
+        return
+    share = config.desirable_weight * good / (config.undesirable_weight * bad)
+    if not 1 - 1e-6 <= share <= MOST + 1e-6:
+        least = config.undesirable_weight * bad / good
+        warnings.warn(
+            f"{good:,} desirable and {bad:,} undesirable rows, times their weights, have the ratio {share:.3g}; the "
+            f"paper recommends 1 to 4/3. Set desirable_weight between {least:.3g} and {MOST * least:.3g}, or "
+            "undesirable_weight in proportion.",
+            stacklevel=4,
+        )
