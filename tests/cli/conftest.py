@@ -60,6 +60,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     pairs = [{"prompt": f"{words} ", "chosen": "sat.", "rejected": "ran off."} for words in WORDS]
     write_rows("pairs/train.jsonl", pairs)
     write_rows("pairs/test.jsonl", pairs[:2])
+    answers = [{"prompt": f"{words} ", "completion": "sat.", "label": i % 2 == 0} for i, words in enumerate(WORDS)]
+    write_rows("answers.jsonl", answers)
     write_rows("prompts.jsonl", [{"prompt": words, "answer": words[-1]} for words in WORDS])
     Path("rewards.py").write_text(REWARDS, encoding="utf-8")
     yield tmp_path

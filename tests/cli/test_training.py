@@ -19,7 +19,7 @@ from trimtab_cli import places, subcommands
 from trimtab_cli.main import main
 from trimtab_cli.subcommands import TUNED, settings
 from trimtab_diffusion import DDPOTrainer
-from trimtab_lm import AutoModelForCausalLMWithValueHead, DPOConfig, PPOConfig, RewardConfig, SFTConfig
+from trimtab_lm import AutoModelForCausalLMWithValueHead, DPOConfig, KTOConfig, PPOConfig, RewardConfig, SFTConfig
 
 BATCH = ("--per_device_train_batch_size=2", "--max_steps=2", "--save_strategy=no", "--learning_rate=0.01")
 REWARD = ("--dataset=prompts.jsonl", "--reward=rewards.py:length")
@@ -30,6 +30,7 @@ COMMANDS = {
     "sft": ("--dataset=texts", *BATCH),
     "reward": ("--dataset=pairs", *BATCH),
     "dpo": ("--dataset=pairs", "--eval_split=test", *BATCH),
+    "kto": ("--dataset=answers.jsonl", *BATCH),
     "grpo": (*GRPO, *BATCH),
     "ppo": PPO,
     "iterative-sft": (*RAFT, *BATCH[:1], "--save_strategy=no", "--learning_rate=0.01"),
@@ -345,7 +346,7 @@ def test_a_hub_that_does_not_answer_ends_the_command_at_once(words, need, place,
 
 @pytest.mark.parametrize("name", TUNED)
 def test_a_training_prints_the_defaults_that_it_chose(name, place, capsys):
-    kinds = {"sft": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "ppo": PPOConfig}
+    kinds = {"sft": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "kto": KTOConfig, "ppo": PPOConfig}
     argv = ["--model=model", "--dataset=texts", "--learning_rate=3e-4"]
     recipe = {"output_dir": "out"}
     *_, config = settings(name, argv, subcommands.RunConfig, kinds[name], about="", recipe=recipe)

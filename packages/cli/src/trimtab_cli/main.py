@@ -30,6 +30,7 @@ TRAINING = {
     "sft": Command("trimtab_cli.train", "sft", "supervised fine-tuning on texts, conversations or completions"),
     "reward": Command("trimtab_cli.train", "reward", "a reward model from pairs of answers"),
     "dpo": Command("trimtab_cli.train", "dpo", "DPO and its relatives, from pairs of answers"),
+    "kto": Command("trimtab_cli.train", "kto", "KTO, from single answers that are desirable or not"),
     "grpo": Command("trimtab_cli.train", "grpo", "GRPO, from prompts and rewards"),
     "ppo": Command("trimtab_cli.train", "ppo", "PPO with a value head, from prompts and rewards"),
     "iterative-sft": Command("trimtab_cli.raft", "iterative_sft", "fine-tuning on the best of n samples (RAFT)"),

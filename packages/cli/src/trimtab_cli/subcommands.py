@@ -35,6 +35,7 @@ TUNED: dict[str, dict[str, object]] = {
     "sft": {"learning_rate": 2e-5},
     "reward": {"learning_rate": 1e-5},
     "dpo": {"learning_rate": 1e-6},
+    "kto": {"learning_rate": 1e-6},
     "ppo": {
         "steps": 200,
         "batch_size": 32,

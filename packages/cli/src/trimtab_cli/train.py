@@ -1,4 +1,4 @@
-"""`trimtab sft`, `reward`, `dpo`, `grpo` and `ppo`: a trainer on a dataset, by flags and a file."""
+"""`trimtab sft`, `reward`, `dpo`, `kto`, `grpo` and `ppo`: a trainer on a dataset, by flags and a file."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +11,8 @@ from trimtab_lm import (
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     PPOConfig,
     PPOTrainer,
     RewardConfig,
@@ -48,6 +50,11 @@ REWARD = f"""A reward model. The dataset has the columns `prompt`, `chosen` and 
 DPO = f"""Learning from preferences. The dataset has the columns `prompt`, `chosen` and `rejected`.
 
   trimtab dpo --model my-sft-model --dataset pairs.jsonl --beta 0.1 --learning_rate 1e-6
+{EVERYDAY}"""
+KTO = f"""Learning from answers that are desirable or not. The dataset has the columns `prompt`, `completion` and
+`label`, true where the completion is desirable. Pairs (`prompt`, `chosen`, `rejected`) become two rows each.
+
+  trimtab kto --model my-sft-model --dataset answers.jsonl --beta 0.1 --learning_rate 1e-6
 {EVERYDAY}"""
 GRPO = f"""Learning from rewards, relative to the other completions of a prompt. The dataset has a column `prompt`; a
 reward function gets the others by their names.
@@ -113,6 +120,11 @@ def reward(argv: Sequence[str]) -> int:
 def dpo(argv: Sequence[str]) -> int:
     """Learning from preferences."""
     return train("dpo", DPO, DPOTrainer, DPOConfig, argv=argv)
+
+
+def kto(argv: Sequence[str]) -> int:
+    """Learning from answers that are labelled desirable or undesirable."""
+    return train("kto", KTO, KTOTrainer, KTOConfig, argv=argv)
 
 
 def grpo(argv: Sequence[str]) -> int:
