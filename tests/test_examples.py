@@ -14,6 +14,7 @@ LAST_WORDS = {
     "sft": rf"loss on held-out text: {NUMBER} -> {NUMBER} nats per token",
     "reward": rf"accuracy on 16 held-out pairs: {NUMBER} -> {NUMBER}",
     "dpo": rf"held-out pairs: accuracy {NUMBER}, loss {NUMBER} nats",
+    "kto": rf"held-out answers: margin {NUMBER}, loss {NUMBER}",
     "grpo": rf"reward of 8 held-out prompts: {NUMBER} -> {NUMBER}",
     "ppo": rf"step 2: score {NUMBER}, KL {NUMBER} nats",
     "ppo_train": rf"step 2: score {NUMBER}, KL {NUMBER} nats",

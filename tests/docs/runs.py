@@ -27,6 +27,8 @@ from trimtab_lm import (
     GRPOTrainer,
     IterativeSFTConfig,
     IterativeSFTTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -104,6 +106,12 @@ def reward(folder: Path) -> set[str]:
 def dpo(folder: Path) -> set[str]:
     data = {"train_dataset": PAIRS, "eval_dataset": PAIRS, "processing_class": tiny.tokenizer()}
     return logged(DPOTrainer(tiny.gpt2(), args=DPOConfig(str(folder), **SETTINGS), **data))
+
+
+def kto(folder: Path) -> set[str]:
+    rows = Dataset.from_dict({"prompt": WORDS, "completion": [" is good", " is bad"] * 2, "label": [True, False] * 2})
+    data = {"train_dataset": rows, "eval_dataset": rows, "processing_class": tiny.tokenizer()}
+    return logged(KTOTrainer(tiny.gpt2(), args=KTOConfig(str(folder), **SETTINGS), **data))
 
 
 def grpo(folder: Path) -> set[str]:
@@ -219,6 +227,7 @@ RUNS: dict[str, Callable[[Path], set[str]]] = {
     "sft": sft,
     "reward": reward,
     "dpo": dpo,
+    "kto": kto,
     "ppo": ppo,
     "grpo": grpo,
     "iterative-sft": iterative_sft,

@@ -8,7 +8,7 @@ from tests.docs.blocks import ROOT
 from tests.docs.runs import RUNS
 
 TRAINERS = ROOT / "docs" / "trainers"
-ON_TRANSFORMERS = ("sft", "reward", "dpo", "grpo", "iterative-sft")
+ON_TRANSFORMERS = ("sft", "reward", "dpo", "kto", "grpo", "iterative-sft")
 HEALTH = "health/<condition>"
 NOT_IN_A_TINY_RUN = {
     "ppo": {HEALTH, "ppo/sampling/steps_behind", "ppo/policy/overflowed"},  # a fault; a vLLM server; fp16

@@ -13,6 +13,7 @@ TRAINERS = {
     "sft": trimtab_lm.SFTTrainer,
     "reward": trimtab_lm.RewardTrainer,
     "dpo": trimtab_lm.DPOTrainer,
+    "kto": trimtab_lm.KTOTrainer,
     "grpo": trimtab_lm.GRPOTrainer,
     "ppo": trimtab_lm.PPOTrainer,
     "iterative-sft": trimtab_lm.IterativeSFTTrainer,
