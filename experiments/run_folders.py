@@ -37,8 +37,8 @@ PER_PROMPT, STARTS = "per_prompt.json", "starts.json"
 def from_recipe(recipe: Path, *kinds: type, argv: Sequence[str] | None = None, **changes: object) -> tuple[Any, ...]:
     """Reads the settings of a run: the recipe, then `changes`, then `--config FILE.yaml`, then the flags.
 
-    In a sweep, the recipe's output_dir or logdir is followed by the ids of the sweep and of the run, so that no two
-    runs share a folder.
+    In a sweep, output_dir or logdir is followed by the ids of the sweep and of the run, so that no two runs share a
+    folder.
 
     Args:
         recipe: A YAML file of settings, by the names of the flags.
@@ -52,12 +52,13 @@ def from_recipe(recipe: Path, *kinds: type, argv: Sequence[str] | None = None, *
     """
     transformers.utils.logging.disable_progress_bar()  # the models of experiments load in a second
     values = read_settings(recipe)
-    values |= {name: str(folder_of_trial(str(values[name]))) for name in ("output_dir", "logdir") if name in values}
     configs = parse_config(*kinds, argv=argv, recipe=values | changes)
     base = parse_config(*kinds, argv=[], recipe=values | changes)
     name = run_name(to_flat_dict(*configs), to_flat_dict(*base))
     shown = {"group": recipe.parent.name, "job_type": recipe.stem.partition("_")[2] or "train"}
     for config in configs:
+        for folder in {"output_dir", "logdir"} & {each.name for each in fields(config)}:
+            setattr(config, folder, str(folder_of_trial(getattr(config, folder))))
         if isinstance(config, TrainingArguments):  # transformers gives W&B the name, and W&B reads the rest by itself
             config.run_name = config.run_name or name
             for key, value in shown.items():

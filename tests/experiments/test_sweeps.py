@@ -483,6 +483,17 @@ def test_a_sweeps_run_of_ddpo_is_one_training(here: Path, monkeypatch: pytest.Mo
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
+def test_no_two_runs_of_a_sweep_share_a_folder(program: Program, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
+    name = "logdir" if hasattr(program.parse([])[1], "logdir") else "output_dir"
+    for run_id, words in (("1", []), ("2", [f"--{name}=mine"])):
+        monkeypatch.setenv("WANDB_RUN_ID", run_id)
+        folder = str(getattr(program.parse(words)[1], name))
+        assert folder.endswith(f"s/{run_id}")
+        assert folder.startswith("mine" if words else "runs")
+
+
 # With processes --------------------------------------------------------------------------------------------------
 
 
