@@ -161,7 +161,7 @@ def section(device: str, results: Results) -> str:
     period = " to ".join(dict.fromkeys((days[0], days[-1])))
     parts = [
         f"## {', '.join(machines)}",
-        f"`--device {device}`, measured {period}. Each cell has the other side / ours; results.json has each row's "
+        f"`--device {device}`, measured {period}. Each cell is the peer's number / ours; results.json has each row's "
         "commit and its processes.",
         *headline(results),
         table(WORKS, results),
