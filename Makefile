@@ -182,8 +182,8 @@ $(PY):
 $(STAMP): $(REQUIREMENTS) | $(PY)
 	@echo "installing the packages and their tools into $(VENV) (the first time takes a few minutes)"
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
-	$(PY) -m pip install --upgrade -c constraints.txt pip
-	$(PY) -m pip install -c constraints.txt -e . $(PACKAGES:%=-e packages/%) --group dev --group experiments
+	@$(PY) -m pip install --quiet --upgrade -c constraints.txt pip
+	@$(PY) -m pip install --quiet -c constraints.txt -e . $(PACKAGES:%=-e packages/%) --group dev --group experiments
 	@touch $@
 
 # pip installs torch first, where it looks for builds for the CPU, and uv keeps what fits and adds the lowest of the rest.

@@ -17,11 +17,10 @@ def heard() -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    names = [*KNOWN, "transformers.modeling_utils"]
-    for name in names:
+    for name in KNOWN:
         logging.getLogger(name).addHandler(handler)
     yield messages
-    for name in names:
+    for name in KNOWN:
         logging.getLogger(name).removeHandler(handler)
 
 
