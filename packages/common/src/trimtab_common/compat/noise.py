@@ -9,7 +9,7 @@ from contextlib import contextmanager
 KNOWN = {
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",  # peft 0.21 imports bitsandbytes
     "transformers.utils.import_utils": "ImageProcessor` requires torchvision",  # diffusers 0.42 asks for the names
-    # GPT-2 and sixty other models warn of padded rows without a mask; behind a causal kernel no token reads its padding.
+    # GPT-2 and sixty other models warn of padded rows without a mask. With a causal kernel no token reads the padding.
     "transformers.modeling_utils": "We strongly recommend passing in an `attention_mask`",
 }
 RENAMED = r"`is_gradient_checkpointing` is deprecated"  # peft 0.21 reads it of transformers 5.24
