@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -19,7 +20,7 @@ from matplotlib.figure import Figure
 from experiments.claims import AGREES, HEADINGS, Claim, Numbers, Verdict, judge, rounded, to_json
 from experiments.figures import write_page
 from experiments.provenance import in_words
-from experiments.run_folders import Run, finished_runs
+from experiments.run_folders import ARCHIVE, Run, finished_runs, pack, unpacked
 
 NUMBERS, MARKDOWN = "numbers.json", "report.md"
 HOW = (
@@ -135,12 +136,20 @@ def report_on_run(
 
 
 def main(title: str, claim: str, read: Callable[[Sequence[Run]], Report]) -> None:
-    """Runs report.py FOLDER [FOLDER ...] [--out FOLDER]. Exits with 0 if the runs agree with every claim, else 1."""
+    """Runs report.py FOLDER ... [--out FOLDER] [--pack]. Exits with 0 if the runs agree with every claim, else 1."""
     parser = argparse.ArgumentParser(description=f"{title}. Reads finished runs, and judges: {claim}")
-    parser.add_argument("folders", nargs="+", type=Path, help="folders of runs, or of a sweep's runs")
+    parser.add_argument("folders", nargs="+", type=Path, help=f"folders of runs or of a sweep's runs, or {ARCHIVE}")
     parser.add_argument("--out", type=Path, help="where the page and the figures go (default: the first folder)")
+    parser.add_argument("--pack", action="store_true", help=f"also write {ARCHIVE}, to report on again")
     arguments = parser.parse_args()
-    verdicts = report_on(title, claim, read, arguments.folders, arguments.out)
+    out = arguments.out or arguments.folders[0]
+    if out.suffix == ".zip":
+        parser.error(f"{out} is an archive: say with --out in which folder the page is to be.")
+    with TemporaryDirectory() as place:
+        folders = [unpacked(folder, Path(place)) for folder in arguments.folders]
+        verdicts = report_on(title, claim, read, folders, out)
+        if arguments.pack:
+            pack(finished_runs(*folders), out / ARCHIVE)
     agree = [verdict.outcome == AGREES[verdict.claim.origin] for verdict in verdicts]
     sys.exit(0 if agree and all(agree) else 1)
 

@@ -33,6 +33,7 @@ from experiments import claims
 from experiments.claims import AGREES, DISAGREES, HEADINGS, Origin, Verdict, from_json, to_json
 from experiments.provenance import ROOT
 from experiments.reports import CHECKS, HOW, MARKDOWN, NUMBERS, WHY, markdown, tables
+from experiments.run_folders import ARCHIVE
 from trimtab_cli.sweep.runner import log_of
 from trimtab_cli.sweep.spec import SweepError
 from trimtab_cli.sweep.study import read_study, trials_of
@@ -107,7 +108,7 @@ def judge(runs: PaperRuns) -> Result:
     """Runs the paper's report, on one core."""
     paper, out, failures = runs.paper, runs.out, [*runs.failures]
     (numbers := out / NUMBERS).unlink(missing_ok=True)
-    call([f"experiments.{paper}.report", *runs.folders, "--out", str(out)], OMP_NUM_THREADS="1")
+    call([f"experiments.{paper}.report", *runs.folders, "--out", str(out), "--pack"], OMP_NUM_THREADS="1")
     verdicts: Sequence[Verdict] = []
     if numbers.exists():
         _, _, verdicts = from_json(read_json(numbers))
@@ -181,10 +182,12 @@ def publish(results: Sequence[Result], jobs: int) -> None:
         for file in (*result.folder.glob("*.png"), *result.folder.glob("*.pdf")):
             shutil.copyfile(file, home / f"{prefix}{file.name}")
             words = words.replace(f"]({file.name})", f"]({prefix}{file.name})")
+        shutil.copyfile(result.folder / ARCHIVE, home / f"{prefix}{ARCHIVE}")
         numbers = numbers_of(result.paper, result.tier)
         content = {"minutes": round(result.minutes, 1), **read_json(result.folder / NUMBERS)}
         numbers.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         took = f"{result.minutes:.1f} minutes of runs, {jobs} at a time. The numbers: [{numbers.name}]({numbers.name})."
+        took += f" The runs, for `report.py`: [{prefix}{ARCHIVE}]({prefix}{ARCHIVE})."
         write_between_marks(readme, f"{words}\n\n{took}", result.tier)
     write_between_marks(ROOT / "experiments" / "README.md", f"{committed_table()}\n\n{HOW}")
 

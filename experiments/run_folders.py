@@ -7,6 +7,7 @@ run.
 
 import json
 import os
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -32,6 +33,7 @@ from matplotlib import pyplot as plt
 WANDB_VARIABLES = {"group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE"}
 HISTORY, CONFIG, SUMMARY, FIGURE = "history.jsonl", "config.json", "summary.json", "report.png"
 PER_PROMPT, STARTS = "per_prompt.json", "starts.json"
+ARCHIVE = "runs.zip"  # what reports read of several runs
 
 
 def from_recipe(recipe: Path, *kinds: type, argv: Sequence[str] | None = None, **changes: object) -> tuple[Any, ...]:
@@ -243,6 +245,27 @@ def finished_runs(*folders: Path) -> list[Run]:
         for folder in finished
     ]
     return sorted(runs, key=lambda run: run.config.get("seed", 0))
+
+
+def pack(runs: Sequence[Run], archive: Path) -> None:
+    """Writes what reports read of the runs into an archive: their files of JSON, and the pictures of the first seed."""
+    root = Path(os.path.commonpath([run.folder.parent for run in runs]))
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_LZMA) as file:
+        for run in runs:
+            is_first = run.config.get("seed", 0) == runs[0].config.get("seed", 0)
+            sheets = [sheet for sheet in sorted(run.folder.glob("*.png")) if is_first and sheet.name != FIGURE]
+            for path in (*(run.folder / name for name in (CONFIG, STARTS, HISTORY, PER_PROMPT, SUMMARY)), *sheets):
+                if path.exists():
+                    file.write(path, path.relative_to(root))
+
+
+def unpacked(folder: Path, place: Path) -> Path:
+    """A folder of runs; an archive of `pack` is unpacked into a folder of its own in `place`."""
+    if folder.suffix != ".zip":
+        return folder
+    with zipfile.ZipFile(folder) as file:
+        file.extractall(place / folder.stem)
+    return place / folder.stem
 
 
 def _json(path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import zipfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -230,3 +231,31 @@ def test_a_run_has_a_page_of_its_own_outside_of_a_sweep_alone(tmp_path: Path, mo
     page = (folder / "report.html").read_text()
     assert "Nothing is judged" in page
     assert "verdict" not in page  # without rows there is no table, and no word about verdicts
+
+
+def test_a_report_of_packed_runs_is_that_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[int, bool, list[Any]]] = []
+
+    def read(runs: Sequence[Run]) -> Report:
+        seen.extend((run.config["seed"], (run.folder / "after.png").exists(), [*run.history]) for run in runs)
+        claim = Claim("scores | count", ("scores",), "more", 1.0, "points")
+        return Report({"scores": of_seeds(runs, lambda run: run.summary["score"])}, [claim], {}, {})
+
+    for seed in (1, 2):
+        folder = tmp_path / "runs" / str(seed) / "of one reward"
+        open_folder(folder, {"seed": seed}, goes_on=False)
+        append(folder, {"step": 1, "loss": 0.1 + seed})
+        (folder / "after.png").write_bytes(b"a picture")
+        (folder / "weights.bin").write_bytes(b"weights")
+        close_folder(folder, {"score": 0.1 * seed})
+    (tmp_path / "out").mkdir()
+    for words in (["runs", "--out", "out", "--pack"], ["out/runs.zip", "--out", "."], ["out/runs.zip"]):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["report.py", *words])
+        with pytest.raises(SystemExit) as end:
+            reports.main("t", "c", read)
+    assert end.value.code == 2  # an archive is no place for a page
+    assert seen[:2] == [(1, True, [{"step": 1, "loss": 1.1}]), (2, True, [{"step": 1, "loss": 2.1}])]
+    assert seen[2:] == [seen[0], (2, False, seen[1][2])]  # the pictures of the first seed are enough
+    assert (tmp_path / "numbers.json").read_text() == (tmp_path / "out" / "numbers.json").read_text()
+    assert "weights" not in str(zipfile.ZipFile(tmp_path / "out" / "runs.zip").namelist())

@@ -216,6 +216,7 @@ def test_the_overnight_tier_is_committed_where_a_page_has_its_marks(tree: Path, 
         "overnight_figure.pdf",
         "overnight_figure.png",
         "overnight_numbers.json",
+        "overnight_runs.zip",
     }
     assert not (home / "numbers.json").exists()
 
