@@ -13,6 +13,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
+from tests.lm.kto.run_training import InParts
 from tests.processes import let_accelerate_shard_on_cpu, process_of_many
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForSequenceClassification
@@ -25,6 +26,8 @@ from trimtab_lm import (
     GRPOTrainer,
     IterativeSFTConfig,
     IterativeSFTTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -118,6 +121,23 @@ def dpo(
     )
 
 
+def kto(model: Any, folder: str, world_size: int, peft_config: LoraConfig | None = None, **more: Any) -> Any:
+    labels = [i % 3 > 0 for i in range(len(TEXTS))]
+    rows = Dataset.from_dict({"prompt": PAIRS["prompt"], "completion": PAIRS["chosen"], "label": labels})
+    sizes = {"per_device_eval_batch_size": 4 // world_size, "undesirable_weight": 1.7}
+    trainer = KTOTrainer(
+        model,
+        args=KTOConfig(folder, **settings(world_size, **sizes | more)),
+        train_dataset=rows,
+        eval_dataset=rows.select(range(8)),
+        processing_class=tiny.tokenizer(),
+        peft_config=peft_config,
+    )
+    if world_size == 1:  # each of two processes mismatches its own rows
+        trainer.data_collator = InParts(trainer.data_collator, 2)
+    return trainer
+
+
 class Scripted:
     """Returns completions that depend only on their prompt; the policy also samples some, which are ignored.
 
@@ -179,6 +199,8 @@ CASES: dict[str, Callable[..., Any]] = {
     "reward adapters": lambda *at, **more: reward(classifier(), *at, peft_config=lora(), **more),
     "dpo": lambda *at, **more: dpo(llama(), *at, **more),
     "dpo adapters": lambda *at, **more: dpo(llama(), *at, peft_config=lora(), **more),
+    "kto": lambda *at, **more: kto(llama(), *at, **more),
+    "kto adapters": lambda *at, **more: kto(llama(), *at, peft_config=lora(), **more),
     "grpo": lambda *at, **more: grpo(llama(), *at, **more),
     "grpo adapters": lambda *at, **more: grpo(llama(), *at, peft_config=lora(), **more),
     "iterative sft": lambda *at, **more: iterative(gpt2(), *at, **more),

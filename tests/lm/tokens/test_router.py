@@ -21,6 +21,8 @@ from trimtab_lm import (
     GRPOTrainer,
     IterativeSFTConfig,
     IterativeSFTTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -98,6 +100,12 @@ def dpo(model: Any, tmp_path: Any) -> Any:
     )
 
 
+def kto(model: Any, tmp_path: Any) -> Any:
+    rows = Dataset.from_list([{"prompt": p, "completion": c, "label": c == "there"} for p, c, _ in PAIRS])
+    args = KTOConfig(str(tmp_path), **STEP)
+    return KTOTrainer(model, args=args, train_dataset=rows, processing_class=tiny.tokenizer())
+
+
 def reward(model: Any, tmp_path: Any) -> Any:
     rows = Dataset.from_list([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS])
     args = RewardConfig(str(tmp_path), gradient_checkpointing=False, **STEP)
@@ -111,7 +119,7 @@ def grpo(model: Any, tmp_path: Any) -> Any:
     return GRPOTrainer(model, args=args, train_dataset=rows, processing_class=tiny.tokenizer(), **scored)
 
 
-@pytest.mark.parametrize("make", [dpo, reward, grpo])
+@pytest.mark.parametrize("make", [dpo, kto, reward, grpo])
 def test_preferences_and_rewards_add_the_routers_loss_of_plain_rows(make: Any, tmp_path):
     """The same trunk under a causal head gives the router's loss for the same rows."""
     seen: list[torch.Tensor] = []
