@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tests.lm import tiny
 from tests.lm.sampling.fast.test_loop import sampled
-from tests.test_every_trainer import PREFERENCES, WORDS, length
+from tests.test_every_trainer import ANSWERS, PREFERENCES, WORDS, length
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
@@ -22,6 +22,8 @@ from trimtab_lm import (
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     PPOConfig,
     PPOTrainer,
     RewardConfig,
@@ -73,13 +75,18 @@ def dpo(folder: str, **config: Any) -> DPOTrainer:
     return DPOTrainer(tiny.llama(), args=args, train_dataset=PREFERENCES, processing_class=tiny.tokenizer())
 
 
+def kto(folder: str, **config: Any) -> KTOTrainer:
+    args = KTOConfig(folder, **SETTINGS | config)
+    return KTOTrainer(tiny.llama(), args=args, train_dataset=ANSWERS, processing_class=tiny.tokenizer())
+
+
 def grpo(folder: str, **config: Any) -> GRPOTrainer:
     args = GRPOConfig(folder, num_generations=2, max_completion_length=6, **SETTINGS | config)
     prompts = Dataset.from_dict({"prompt": WORDS})
     return GRPOTrainer(tiny.llama(), length, args, prompts, processing_class=tiny.tokenizer())
 
 
-@pytest.mark.parametrize("build", [sft, reward, dpo, grpo])
+@pytest.mark.parametrize("build", [sft, reward, dpo, kto, grpo])
 def test_a_compiled_trainer_takes_the_same_steps(build: Callable[..., Any], tmp_path: Path):
     def trained(**config: Any) -> tuple[list[float], Any]:
         trainer = build(str(tmp_path), gradient_checkpointing=False, **config)
