@@ -31,7 +31,8 @@ def mistake_in(name: str, words: Sequence[str]) -> str | None:
         None if no fault shows without the libraries, or if the subcommand has no record.
     """
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    if name not in record:
+    names_a_trainer = name == "memory" and not "".join(words[:1]).startswith("-")
+    if name not in record or names_a_trainer:  # trimtab memory says itself which trainers it counts
         return None
     fields: dict[str, list[str]] = record[name]["settings"]
     if (trainer := record[name]["inherits"]) is not None:
