@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from experiments.assets import Split, model_folder, openings
@@ -194,7 +193,7 @@ def learn(
     folder: Path,
     evaluation: Evaluation,
 ) -> None:
-    """Runs PPO's steps; evaluates every `look_every`, writes each step to history.jsonl, and prints every fifth."""
+    """Runs PPO's steps; evaluates every `look_every`, and writes each step to history.jsonl."""
 
     def on_step(step: int, stats: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
         row = {key: value for key, value in stats.items() if isinstance(value, int | float)}
@@ -203,11 +202,6 @@ def learn(
         if not trainer.accelerator.is_main_process:
             return
         append(folder, {"step": step, **row})
-        if step == 1 or step % 5 == 0:
-            tqdm.write(
-                f"step {step:4d}/{trainer.config.steps}   reward {row[REWARD]:+.3f}   KL {row[KL]:6.2f} nats   "
-                f"coefficient {row['objective/kl_coef']:.3f}"
-            )
 
     trainer.train(
         lambda queries, responses, **columns: reward(responses),
