@@ -28,7 +28,7 @@ class TokenReader:
     """
 
     def __init__(self, model: Model, forward: Forward | None = None):
-        self.model = base_of(model)
+        self.model, self.decoder = base_of(model), decoder_config(model)
         self.forward = self.model.forward if forward is None else forward
         self.has_router_loss, self.attends_fully = has_router_loss(model), attends_fully(model)
         # Virtual tokens are no part of the inputs, and models with attention of their own (Falcon) read the mask.
@@ -68,7 +68,7 @@ class TokenReader:
         is_causal = "attention_mask" not in inputs and "position_ids" not in inputs and self.attends_fully
         if not is_causal or self.needs_mask or attention_of(self.model) != "sdpa" or torch.compiler.is_compiling():
             return nullcontext()
-        return unmasked(decoder_config(self.model))
+        return unmasked(self.decoder)
 
     def runs_by_group(self, ids: Tensor) -> bool:
         """Whether the attention of rows `ids` [R, W] can run group by group: in SDPA, over a single row on a CPU.
