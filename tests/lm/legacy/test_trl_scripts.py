@@ -136,7 +136,7 @@ says("from trl import ORPOTrainer", ImportError, "trl.ORPOTrainer", "loss_type='
 says("trl.RichProgressCallback", AttributeError, "transformers shows the progress")
 says("from trl.core import PPOTrainer", ImportError, "import it from trl")
 says("from trl import Whatever", ImportError, "page on migration")
-says("import trl.trainer.kto_trainer", ImportError, "trl.trainer.kto_trainer")
+says("import trl.trainer.online_dpo_trainer", ImportError, "trl.trainer.online_dpo_trainer")
 says("from trl.models.auxiliary_modules import aesthetic_scorer", ImportError, "trimtab_diffusion.rewards")
 print("every name leads somewhere")
 """
