@@ -2,24 +2,26 @@
 
 import json
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from experiments.black_2023_ddpo import report as black
-from experiments.claims import HEADINGS, Claim, from_json, judge
+from experiments.claims import HEADINGS, Claim, from_json, judge, rounded
 from experiments.clark_2023_draft import report as clark
 from experiments.emoji.judging import REACHABLE
 from experiments.gao_2022_overoptimization import report as gao
 from experiments.margins import FILE, margins
 from experiments.rafailov_2023_dpo_frontier import report as rafailov
 from experiments.reports import markdown, tables
-from experiments.run_folders import Run
+from experiments.run_folders import Run, finished_runs, unpacked
 from experiments.shao_2024_grpo import report as shao
 from experiments.ziegler_2019_sentiment import report as ziegler
 
 HOME = Path(__file__).resolve().parents[2] / "experiments"
 FILES = sorted(HOME.glob("*/*numbers.json"))
+ARCHIVES = sorted(HOME.glob("*/*runs.zip"))
 NAMES = [f"{file.parent.name}/{file.stem}" for file in FILES]
 
 
@@ -79,6 +81,19 @@ def test_the_committed_claims_are_those_that_the_reports_make():
     for paper, made in claims_of_reports().items():
         claims, measured, _ = from_json(json.loads((HOME / paper / "numbers.json").read_text(encoding="utf-8")))
         assert claims == [claim for claim in made if set(claim.compared) <= set(measured)], paper
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=[file.parent.name for file in ARCHIVES])
+def test_the_committed_runs_give_the_committed_numbers_and_figures(archive: Path, tmp_path: Path):
+    module = import_module(f"experiments.{archive.parent.name}.report")
+    report = module.read(finished_runs(unpacked(archive, tmp_path)))
+    numbers = archive.with_name(archive.name.replace("runs.zip", "numbers.json"))
+    claims, measured, _ = from_json(json.loads(numbers.read_text(encoding="utf-8")))
+    assert rounded(report.measured) == measured
+    assert claims == [claim for claim in report.claims if set(claim.compared) <= set(measured)]
+    assert all(
+        (archive.parent / numbers.name.replace("numbers.json", f"{name}.png")).exists() for name in report.figures
+    )
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
