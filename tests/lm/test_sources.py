@@ -15,7 +15,10 @@ from trimtab_lm.ppo import PPOConfig, PPOTrainer
 
 IDS = [[4, 5, 6, 7, 2], [8, 9, 2], [10, 11, 12, 2], [5, 4, 2]]
 PAIRS = [{"input_ids_chosen": ids, "input_ids_rejected": [*ids[:-1], 9, 2]} for ids in IDS]
-TEXTS = {kind: [{name: f"{name} {'abcd'[i]}" for name in names} for i in range(4)] for kind, names in COLUMNS.items()}
+TEXTS: dict[str, list[dict[str, Any]]] = {
+    kind: [{name: i < 2 if name == "label" else f"{name} {'abcd'[i]}" for name in names} for i in range(4)]
+    for kind, names in COLUMNS.items()
+}
 ROWS: list[tuple[str, list[dict[str, Any]]]] = [
     *TEXTS.items(),
     ("sft", [{"input_ids": torch.tensor(ids), "labels": np.array([-100, *ids[1:]])} for ids in IDS]),
@@ -53,7 +56,7 @@ def trained(kind: str, folder: Any, dataset: Any, **settings: Any) -> list[float
 @pytest.mark.parametrize(("kind", "rows"), ROWS)
 def test_a_torch_dataset_trains_as_one_of_datasets_does(kind, rows, tmp_path):
     plain = [
-        {name: value if isinstance(value, str | float) else list(map(int, value)) for name, value in row.items()}
+        {name: value if isinstance(value, str | float | bool) else list(map(int, value)) for name, value in row.items()}
         for row in rows
     ]
     assert trained(kind, tmp_path, Rows(rows)) == trained(kind, tmp_path, Dataset.from_list(plain))
@@ -142,7 +145,7 @@ def test_columns_that_only_sound_like_images_are_taken(kind, tmp_path):
     harmless = {"image": "a caption", "images": ["one.png"], "video": None, "audio": 3, "name": b"raw"}
     rows = Dataset.from_list([{**row, **harmless} for row in TEXTS[kind]])
     make(kind, tmp_path, rows, **SETTINGS.get(kind, {})).train()
-    rows = rows.map(lambda row: {name: "<image> " + row[name] for name in COLUMNS[kind]})
+    rows = rows.map(lambda row: {name: "<image> " + row[name] for name in COLUMNS[kind] if name != "label"})
     with pytest.raises(ValueError, match="The column 'image' holds an image"):  # a path, at a place in the text
         make(kind, tmp_path, rows, **SETTINGS.get(kind, {}))
 
