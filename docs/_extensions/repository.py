@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 WIDE = re.compile(r"^(\|[^|\n]*){8,}\|$", re.MULTILINE)  # a table of eight columns or more
-COPIED = {".png", ".svg", ".jpg", ".pdf"}
+COPIED = {".png", ".svg", ".jpg", ".pdf", ".zip"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
 
 
