@@ -36,23 +36,29 @@ def mistake_in(name: str, words: Sequence[str]) -> str | None:
         return None
     fields: dict[str, list[str]] = record[name]["settings"]
     if (trainer := record[name]["inherits"]) is not None:
-        fields[trainer] += {*record[INHERITED], *training_arguments()}
+        fields[trainer] += record[INHERITED]
     try:
         flags = list(read_flags(words))
         files = [str(values[0]) for flag, values in flags if flag == "config"]
         lines = [(f"{file}: ", *line) for file in files for line in read_settings(file).items()]
         lines += [("--", flag, values[0]) for flag, values in flags if flag != "config"]
         for prefix, each, _ in lines:
-            head, *path = each.split(".")
-            inner = path[0].replace("-", "_") if path else head
-            is_field = any(head in names for names in fields.values()) or head in record[name]["computed"]
-            is_in_class = head in fields and (not path or inner in [*fields[head], *record[name]["computed"]])
-            if not (is_field or is_in_class):
+            if not is_known(each, fields, record[name]["computed"]) and trainer is not None:
+                fields[trainer] += training_arguments()  # a newer transformers may have more than the record
+            if not is_known(each, fields, record[name]["computed"]):
                 return prefix + unknown_setting(each, fields)
         refuse_absent(dict(values_of(((each, value) for _, each, value in lines), fields)))
     except ValueError as error:
         return str(error)
     return None
+
+
+def is_known(name: str, fields: Mapping[str, Sequence[str]], computed: Sequence[str]) -> bool:
+    """Whether a setting has this name: a field of a class, `class.field`, or the name of a class."""
+    head, *path = name.split(".")
+    inner = path[0].replace("-", "_") if path else head
+    is_field = any(head in names for names in fields.values()) or head in computed
+    return is_field or (head in fields and (not path or inner in [*fields[head], *computed]))
 
 
 def values_of(lines: Iterable[tuple[str, object]], classes: Collection[str]) -> Iterator[tuple[str, object]]:
