@@ -116,13 +116,24 @@ def settings(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def report_on(
-    title: str, claim: str, read: Callable[[Sequence[Run]], Report], folders: Sequence[Path], out: Path | None = None
+    title: str,
+    claim: str,
+    read: Callable[[Sequence[Run]], Report],
+    folders: Sequence[Path],
+    out: Path | None = None,
+    *,
+    packs: bool = False,
 ) -> Sequence[Verdict]:
-    """Judges the finished runs below `folders`, writes the report into `out` (default: the first), and prints it."""
+    """Judges the finished runs below `folders`, writes the report into `out` (default: the first), and prints it.
+
+    With `packs` it also writes the archive of the runs there.
+    """
     runs = finished_runs(*folders)
     folder = out or folders[0]
     report = read(runs)
     verdicts = write_report(folder, title, claim, report, runs)
+    if packs:
+        pack(runs, folder / ARCHIVE)
     print(*(outcome_of(report, verdicts) or verdicts), f"page: {folder / 'report.html'}", sep="\n")
     return verdicts
 
@@ -147,9 +158,7 @@ def main(title: str, claim: str, read: Callable[[Sequence[Run]], Report]) -> Non
         parser.error(f"{out} is an archive: say with --out in which folder the page is to be.")
     with TemporaryDirectory() as place:
         folders = [unpacked(folder, Path(place)) for folder in arguments.folders]
-        verdicts = report_on(title, claim, read, folders, out)
-        if arguments.pack:
-            pack(finished_runs(*folders), out / ARCHIVE)
+        verdicts = report_on(title, claim, read, folders, out, packs=arguments.pack)
     agree = [verdict.outcome == AGREES[verdict.claim.origin] for verdict in verdicts]
     sys.exit(0 if agree and all(agree) else 1)
 
