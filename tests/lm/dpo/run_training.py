@@ -1,6 +1,7 @@
 """Tiny DPO runs for the tests; as a program, the runs of test_dpo_distributed.py, in each of its processes."""
 
 import sys
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -38,13 +39,12 @@ BUILDERS = {
 }
 
 
+def text(start: int, length: int) -> str:
+    return "".join(ascii_lowercase[(start + 7 * i) % 26] for i in range(length))
+
+
 def pairs(count: int = 8) -> list[dict[str, str]]:
     """Returns distinct preferences of unequal lengths."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-
-    def text(start: int, length: int) -> str:
-        return "".join(letters[(start + 7 * i) % 26] for i in range(length))
-
     return [
         {
             "prompt": text(i, 2 + i % 5) + " ",

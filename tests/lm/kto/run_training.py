@@ -8,25 +8,21 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tests.lm import tiny
+from tests.lm.dpo.run_training import DROPLESS, text
+from tests.lm.dpo.run_training import logged as logged
 from tests.processes import process_of_many
 
 from trimtab_lm.kto import KTOConfig, KTOTrainer
 from trimtab_lm.kto.collator import UnpairedCollator
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 BUILDERS: dict[str, Any] = {
-    "gpt2": lambda seed=0: tiny.gpt2(seed, **STILL),
+    "gpt2": lambda seed=0: tiny.gpt2(seed, **DROPLESS),
     "llama": tiny.llama,
     "t5": lambda seed=0: tiny.t5(seed, initializer_factor=1.0, dropout_rate=0.0),
 }
 
 SEEDS = {"gpt2": (1, 2), "llama": (1, 3), "t5": (1, 2)}
 """Of a policy and a reference between which the estimate of the KL is above 0."""
-
-
-def text(start: int, length: int) -> str:
-    return "".join(LETTERS[(start + 7 * i) % 26] for i in range(length))
 
 
 def rows(count: int = 8) -> list[dict[str, Any]]:
@@ -71,10 +67,6 @@ def trained(model: Any, folder: Any, arguments: dict[str, Any] | None = None, **
     kto = trainer(model, folder, arguments, **config)
     kto.train()
     return kto, tiny.weights(kto.model)
-
-
-def logged(trainer: Any, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 class InParts:
