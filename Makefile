@@ -122,10 +122,11 @@ release: $(LOWEST)/.installed $(RELEASE)/.installed ## build wheels and sdists i
 	done
 	rm -r $(RELEASE)/empty
 
-check: $(STAMP) ## lint, formatting and types
+check: $(STAMP) ## lint, formatting, types, and that every test module can be imported
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
 	$(PY) -m mypy
+	@tests=$$($(PY) -m pytest --collect-only -qq -m "" tests) || { echo "$$tests" | tail -n 40; exit 1; }
 
 format: $(STAMP) ## rewrite the sources as check wants them
 	$(PY) -m ruff check --fix-only $(SOURCES)

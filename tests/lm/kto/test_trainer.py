@@ -7,8 +7,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tests.lm import tiny
+from tests.lm.dpo.run_training import DROPLESS
 from tests.lm.kto import run_training as kto
-from tests.lm.kto.run_training import STILL
 from torch import Tensor
 
 from trimtab_lm.kto.collator import UnpairedCollator
@@ -78,7 +78,7 @@ def test_the_loss_and_its_gradient_are_those_of_rows_by_themselves(kind: str, la
 
 
 def test_the_estimate_of_the_kl_is_never_negative(tmp_path):
-    models = [tiny.exact(tiny.gpt2(seed, **STILL)) for seed in (1, 2)]
+    models = [tiny.exact(tiny.gpt2(seed, **DROPLESS)) for seed in (1, 2)]
     estimates = []
     for model, reference in (models, models[::-1]):
         trainer = kto.trainer(model, tmp_path, {"ref_model": reference})
@@ -116,7 +116,7 @@ def test_the_evaluation_of_trl(tmp_path):
 
 
 def test_the_loss_starts_at_half_of_the_weights(tmp_path):
-    trainer, _ = kto.trained(tiny.gpt2(**STILL), tmp_path)
+    trainer, _ = kto.trained(tiny.gpt2(**DROPLESS), tmp_path)
     (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert entry["loss"] == pytest.approx((3 * 1.75 + 5) / 8 / 2, rel=1e-5)
     assert entry["rewards/margins"] == pytest.approx(0, abs=1e-5)
@@ -126,8 +126,8 @@ def test_the_loss_starts_at_half_of_the_weights(tmp_path):
 def test_accumulated_micro_batches_are_one_batch_where_there_is_no_estimate(tmp_path):
     def weights(size: int, **config: Any) -> dict[str, Tensor]:
         steps = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
-        reference = tiny.exact(tiny.gpt2(2, **STILL))
-        model = tiny.exact(tiny.gpt2(1, **STILL))
+        reference = tiny.exact(tiny.gpt2(2, **DROPLESS))
+        model = tiny.exact(tiny.gpt2(1, **DROPLESS))
         return kto.trained(model, tmp_path, {"ref_model": reference}, **steps, **config)[1]
 
     for name, value in weights(8, loss_type="apo_zero_unpaired").items():
@@ -138,8 +138,8 @@ def test_accumulated_micro_batches_are_one_batch_where_there_is_no_estimate(tmp_
 
 def test_the_means_of_a_label_are_over_its_rows(tmp_path):
     """Micro-batches of two have none, one or two desirable rows; a log covers all eight."""
-    reference = tiny.exact(tiny.gpt2(2, **STILL))
-    model = tiny.exact(tiny.gpt2(1, **STILL))
+    reference = tiny.exact(tiny.gpt2(2, **DROPLESS))
+    model = tiny.exact(tiny.gpt2(1, **DROPLESS))
     settings = {"gradient_accumulation_steps": 4, "loss_type": "apo_zero_unpaired", "per_device_train_batch_size": 2}
     trainer = kto.trainer(model, tmp_path, {"ref_model": reference}, **settings)
     rows = list(trainer.train_dataset)
@@ -203,10 +203,10 @@ def test_adapters_off_are_the_reference(tmp_path):
     def run(folder: str, **arguments: Any) -> tuple[Any, dict[str, Tensor]]:
         torch.manual_seed(3)
         return kto.trained(
-            tiny.gpt2(**STILL), tmp_path / folder, {"peft_config": LORA, **arguments}, max_steps=4, learning_rate=1.0
+            tiny.gpt2(**DROPLESS), tmp_path / folder, {"peft_config": LORA, **arguments}, max_steps=4, learning_rate=1.0
         )
 
-    (own, weights), (given, others) = run("own"), run("given", ref_model=tiny.gpt2(**STILL))
+    (own, weights), (given, others) = run("own"), run("given", ref_model=tiny.gpt2(**DROPLESS))
     assert own.reference.is_policy
     assert not given.reference.is_policy
     assert abs(kto.logged(own, "rewards/margins")[-1]) > 1e-3
@@ -216,7 +216,7 @@ def test_adapters_off_are_the_reference(tmp_path):
 
 
 def test_a_frozen_copy_is_the_reference_of_a_model_without_adapters(tmp_path):
-    model = tiny.gpt2(**STILL)
+    model = tiny.gpt2(**DROPLESS)
     before = tiny.weights(model)
     trainer, _ = kto.trained(model, tmp_path, max_steps=2)
     assert tiny.moved(before, trainer.model)
@@ -230,7 +230,7 @@ def test_models_by_name_and_model_init(tmp_path):
     data = {"ref_model": name, "processing_class": None}
     trainer = kto.trainer(name, tmp_path, data, model_init_kwargs={"dtype": torch.float64})
     assert trainer.model.dtype == trainer.reference.model.dtype == D
-    made, _ = kto.trained(None, tmp_path / "init", {"model_init": lambda: tiny.gpt2(**STILL), "peft_config": LORA})
+    made, _ = kto.trained(None, tmp_path / "init", {"model_init": lambda: tiny.gpt2(**DROPLESS), "peft_config": LORA})
     assert made.reference.model is made.model
 
 
@@ -248,7 +248,7 @@ def test_margins_rise_also_on_rows_that_were_held_out(tmp_path):
     rows = [row(i) for i in range(128)]
     data = {"train_dataset": Dataset.from_list(rows[:96]), "eval_dataset": Dataset.from_list(rows[96:])}
     config = {"max_steps": 40, "per_device_train_batch_size": 16, "optim": "adamw_torch", "desirable_weight": 1.0}
-    trainer, _ = kto.trained(tiny.gpt2(**STILL), tmp_path, data, **config)
+    trainer, _ = kto.trained(tiny.gpt2(**DROPLESS), tmp_path, data, **config)
     assert kto.logged(trainer, "rewards/margins")[-1] > 0.5
     metrics = trainer.evaluate()
     assert metrics["eval_rewards/margins"] > 0.5
