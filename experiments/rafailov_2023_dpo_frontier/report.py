@@ -41,7 +41,7 @@ def read(runs: Sequence[Run]) -> Report:
     caption = (
         f"{len(by(runs, 'seed'))} seeds. Top left: each evaluation of each run, with its method's frontier. Top right: "
         "the most reward within a budget, medians of the seeds, bands from the lower to the upper quartile. Black: "
-        "what reweighting samples of the reference attains, as far as the samples carry. Bottom: the gain, divided "
+        "the best reward at each KL, estimated by reweighting samples of the reference. Bottom: the gain, divided "
         "by the attainable gain."
     )
     samples = samples_of({method_of(run): run for run in reversed(runs)})
