@@ -1,4 +1,4 @@
-"""The attainable frontier of reward against KL, from samples of the reference alone, and a run's efficiency on it."""
+"""What samples of the reference alone say of reward against KL: the attainable frontier, and the best of n."""
 
 import hashlib
 import json
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.assets import openings, stories15m
 from experiments.assets.registry import build_once, cache_dir
+from experiments.best_of import expected_best_of, kl_of_best
 from experiments.evaluation import continued
 from experiments.run_folders import Run
 
@@ -23,7 +24,7 @@ BANK = {"prompts": 32, "samples": 256}  # at most so many openings, and samples 
 
 @dataclass(frozen=True)
 class Frontier:
-    """The largest mean reward at each mean KL to the reference.
+    """A mean reward at each mean KL to the reference.
 
     Attributes:
         kls: In nats per response, ascending from 0, [B].
@@ -94,12 +95,30 @@ def attainable(rewards: np.ndarray, *, least_effective: float = LEAST_EFFECTIVE)
     return Frontier(np.maximum.accumulate(np.maximum(kls, 0.0)), means)
 
 
+def best_of_n(rewards: np.ndarray) -> Frontier:
+    """The mean reward of the best of n samples of the reference, and its KL, for n = 1, 2, 4, ... to half the samples.
+
+    Args:
+        rewards: Of N samples of the reference for each of P prompts, [P, N].
+    """
+    ranked = np.sort(np.asarray(rewards, dtype=float), axis=1)[:, ::-1].tolist()
+    ns = [2**i for i in range(len(ranked[0]).bit_length() - 1)]
+    means = [np.mean([expected_best_of(row, n) for row in ranked]) for n in ns]
+    return Frontier(np.array([kl_of_best(n) for n in ns]), np.array(means))
+
+
 def frontier_of(runs: Sequence[Run], reward: Callable[[Sequence[str]], Sequence[float]]) -> Frontier | None:
-    """The attainable frontier on the openings that runs are evaluated on, from a bank of stories15m's continuations.
+    """The attainable frontier on the openings of runs, where `bank_rewards` has samples."""
+    rewards = bank_rewards(runs, reward)
+    return None if rewards is None else attainable(rewards)
+
+
+def bank_rewards(runs: Sequence[Run], reward: Callable[[Sequence[str]], Sequence[float]]) -> np.ndarray | None:
+    """The rewards of stories15m's continuations of the openings that runs are evaluated on.
 
     Returns:
-        None if the runs have a single seed, which is not worth the minutes of sampling; if they train another model; or
-        if they differ in the openings or the length of answers.
+        [P, N], for N continuations of each of P openings. None if the runs have a single seed, which is not worth the
+        minutes of sampling; if they train another model; or if they differ in the openings or the length of answers.
     """
     if len({run.config["seed"] for run in runs}) == 1:
         return None
@@ -110,7 +129,7 @@ def frontier_of(runs: Sequence[Run], reward: Callable[[Sequence[str]], Sequence[
     _, split, count, max_new_tokens = setting
     prompts = openings(split)[: min(count, BANK["prompts"])]
     answers = stories_answers(prompts, samples=BANK["samples"], max_new_tokens=max_new_tokens)
-    return attainable(np.asarray([reward(texts) for texts in answers]))
+    return np.asarray([reward(texts) for texts in answers])
 
 
 def stories_answers(prompts: Sequence[str], *, samples: int, max_new_tokens: int, seed: int = 0) -> list[list[str]]:

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 from experiments.claims import Claim, Numbers
 from experiments.figures import Point, curves, frontier
-from experiments.frontier import Frontier, frontier_of
+from experiments.frontier import Frontier, attainable, bank_rewards, best_of_n
 from experiments.margins import margin_fields
 from experiments.reports import Report, main
 from experiments.run_folders import Run, by
@@ -30,22 +30,24 @@ Seeds = dict[int, list[Point]]
 
 def read(runs: Sequence[Run]) -> Report:
     """Reads the most reward of each method and seed within each budget of KL, and its share of the attainable gain."""
-    methods, attainable = by_method(runs), frontier_of(runs, sentiment)
+    methods, rewards = by_method(runs), bank_rewards(runs, sentiment)
+    optimum = None if rewards is None else attainable(rewards)
     measured: dict[str, Numbers] = {}
     for name, seeds in methods.items():
         for budget in BUDGETS:
             measured[within(budget, name)] = {seed: best_within(points, budget) for seed, points in seeds.items()}
-            if attainable is not None and attainable.reward(budget) is not None:
-                shares = {seed: efficiency(points, budget, attainable) for seed, points in seeds.items()}
+            if optimum is not None and optimum.reward(budget) is not None:
+                shares = {seed: efficiency(points, budget, optimum) for seed, points in seeds.items()}
                 measured[efficiency_name(budget, name)] = shares
     caption = (
         f"{len(by(runs, 'seed'))} seeds. Top left: each evaluation of each run, with its method's frontier. Top right: "
         "the most reward within a budget, medians of the seeds, bands from the lower to the upper quartile. Black: "
-        "the best reward at each KL, estimated by reweighting samples of the reference. Bottom: the gain, divided "
-        "by the attainable gain."
+        "the best reward at each KL, estimated by reweighting samples of the reference; dotted: the best of 1, 2, 4, "
+        "... of these samples. Bottom: the gain, divided by the attainable gain."
     )
     samples = samples_of({method_of(run): run for run in reversed(runs)})
-    figures = {"figure": figure(methods, scored(runs), attainable)}
+    references = {} if rewards is None or optimum is None else {"attainable": optimum, "best of n": best_of_n(rewards)}
+    figures = {"figure": figure(methods, scored(runs), references)}
     return Report(measured, list(claims_about()), figures, {"figure": caption}, samples)
 
 
@@ -128,10 +130,10 @@ def best_within(points: Sequence[Point], budget: float) -> float:
     return max([*mixed, *(reward for _, reward in inside)])
 
 
-def efficiency(points: Sequence[Point], budget: float, attainable: Frontier) -> float:
+def efficiency(points: Sequence[Point], budget: float, optimum: Frontier) -> float:
     """The gain of the best reward within the budget over the reference, divided by the attainable gain."""
     before = next(reward for kl, reward in points if kl == 0)
-    share = attainable.efficiency(budget, best_within(points, budget) - before)
+    share = optimum.efficiency(budget, best_within(points, budget) - before)
     if share is None:
         raise ValueError(f"the attainable frontier ends before {budget:g} nats. Give a budget in its range.")
     return share
@@ -147,8 +149,14 @@ def scored(runs: Sequence[Run]) -> dict[str, str]:
     return {method: " or ".join(f"{count:,}" for count in sorted(different)) for method, different in counts.items()}
 
 
-def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], attainable: Frontier | None) -> plt.Figure:
-    """Plots all points, the most reward and the efficiency within each budget."""
+def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], references: Mapping[str, Frontier]) -> plt.Figure:
+    """Plots all points, the most reward and the efficiency within each budget.
+
+    Args:
+        methods: their points.
+        texts: how many the reward scored in a run of each method.
+        references: curves to compare with: attainable, best of n; or none.
+    """
     plot, ((every, best), (share, unused)) = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     points = {
         f"{name} ({texts[name]} scored texts)": [point for seed in seeds.values() for point in seed]
@@ -156,15 +164,16 @@ def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], attainable: F
     }
     frontier(every, points)
     plot_within(best, methods, [max(BUDGETS) * i / 32 for i in range(33)])
-    if attainable is None:
-        share.axis("off")
-    else:
-        for axis in (every, best):
-            axis.plot(attainable.kls, attainable.rewards, color="black", linewidth=1.2, label="attainable")
-            axis.legend(frameon=False, fontsize=8)
-        last = float(attainable.kls[-1])
-        plot_within(share, methods, [last * i / 32 for i in range(4, 33)], attainable)
+    for axis in (every, best):
+        for (name, curve), dots in zip(references.items(), ("-", ":"), strict=False):
+            axis.plot(curve.kls, curve.rewards, dots, color="black", linewidth=1.2, label=name)
+        axis.legend(frameon=False, fontsize=9)
+    if optimum := references.get("attainable"):
+        last = float(optimum.kls[-1])
+        plot_within(share, methods, [last * i / 32 for i in range(4, 33)], optimum)
         share.set_ylabel("share of the attainable gain")
+    else:
+        share.axis("off")
     unused.axis("off")
     for axis in (every, best):
         axis.set_ylabel("reward of held-out openings (VADER, -1 to 1)")
@@ -176,10 +185,10 @@ def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], attainable: F
 
 
 def plot_within(
-    axis: Axes, methods: Mapping[str, Seeds], budgets: Sequence[float], attainable: Frontier | None = None
+    axis: Axes, methods: Mapping[str, Seeds], budgets: Sequence[float], optimum: Frontier | None = None
 ) -> None:
-    """Plots each method's best reward within the budgets, or its efficiency if `attainable` is a frontier."""
-    value = best_within if attainable is None else lambda points, budget: efficiency(points, budget, attainable)
+    """Plots each method's best reward within the budgets, or its efficiency if there is an optimum."""
+    value = best_within if optimum is None else lambda points, budget: efficiency(points, budget, optimum)
     curves(
         axis,
         {

@@ -8,7 +8,7 @@ from scipy import stats
 from scipy.special import rel_entr
 
 from experiments import frontier
-from experiments.frontier import attainable
+from experiments.frontier import attainable, best_of_n
 
 
 def gaussian(samples: int, *, deviation: float = 1.0, mean: float = 0.0) -> np.ndarray:
@@ -71,6 +71,17 @@ def test_without_differences_nothing_is_attainable():
 def test_rewards_that_give_no_frontier_are_refused(rewards: np.ndarray):
     with pytest.raises(ValueError, match=r"finite rewards \[prompts, samples\] with at least 10 samples"):
         attainable(rewards)
+
+
+def test_the_best_of_n_uniform_rewards_has_their_largest_order_statistic_and_lies_below_the_frontier():
+    rewards = np.stack([(np.arange(512) + 0.5) / 512, (np.arange(512) + 0.5)[::-1] / 256])
+    curve = best_of_n(rewards)
+    ns = 2 ** np.arange(9)
+    assert curve.rewards == pytest.approx(1.5 * ns / (ns + 1), rel=0.01)  # deviates for n near the number of samples
+    assert curve.kls == pytest.approx(np.log(ns) - (ns - 1) / ns)
+    optimum = attainable(rewards)
+    inside = curve.kls <= optimum.kls[-1]
+    assert (np.interp(curve.kls[inside], optimum.kls, optimum.rewards) >= curve.rewards[inside] - 1e-3).all()
 
 
 def test_the_bank_is_sampled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -170,7 +170,7 @@ def run_of(folder: Path, method: str, seed: int, *points: tuple[float, float]) -
 
 @pytest.fixture
 def no_bank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "frontier_of", lambda runs, reward: None)
+    monkeypatch.setattr(report, "bank_rewards", lambda runs, reward: None)
 
 
 @pytest.mark.usefixtures("no_bank")
@@ -198,8 +198,11 @@ def test_a_planted_difference_from_ppo_is_found(tmp_path: Path, gain: float, out
 
 
 def test_the_efficiency_is_of_the_attainable_gain_within_its_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(report, "frontier_of", lambda runs, reward: Frontier(np.array([0, 3.0]), np.array([0.2, 0.8])))
-    measured = read([run_of(tmp_path, "DPO", 3, (2, 0.3))]).measured
+    monkeypatch.setattr(report, "bank_rewards", lambda runs, reward: np.eye(16))
+    monkeypatch.setattr(report, "attainable", lambda rewards: Frontier(np.array([0, 3.0]), np.array([0.2, 0.8])))
+    page = read([run_of(tmp_path, "DPO", 3, (2, 0.3))])
+    measured = page.measured
+    assert [line.get_label() for line in page.figures["figure"].axes[1].lines][1:] == ["attainable", "best of n"]
     assert measured["efficiency within 2 nats, DPO"] == {3: pytest.approx(0.5)}  # 0.2 of 0.4
     assert "efficiency within 4 nats, DPO" not in measured
 
