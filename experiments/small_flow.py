@@ -112,6 +112,11 @@ def pretrain(
     transformer.eval()
 
 
+def equal_steps(count: int) -> dict[str, Any]:
+    """Returns the arguments of a call with so many equal steps; by default the last one begins at t = 0.001."""
+    return CALL | {"num_inference_steps": count, "sigmas": [1 - i / count for i in range(count)]}
+
+
 def load_flow(folder: str | Path) -> StableDiffusion3Pipeline:
     """Loads a saved pipeline; diffusers does not store that it has no third text encoder."""
     return StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)

@@ -19,6 +19,8 @@ SHEETS = BEFORE, DURING, AFTER = "before.png", "during.png", "after.png"
 QUALITY = "recognised"  # 1 where the classifier finds the caption's name and colour in the picture, else 0
 REACHABLE = {"agreement": 0.709, "jpeg_compressibility": 0.0431, "jpeg_incompressibility": 0.0391, "warmth": 0.0954}
 """The best of 64 samples of the base model minus their mean, averaged over captions: reachable.py measures it."""
+RANGES: dict[str, Mapping[str, float]] = {"unet": REACHABLE, "flow": {"warmth": 0.148}}
+"""REACHABLE of each base model."""
 CONTROL = "random"  # the reward of runs whose reward says nothing about the image
 SCALE = "pictures of 24 by 24 pixels"
 KEPT = 90.0  # per cent of the base model's quality
@@ -44,8 +46,12 @@ def contact_sheet(images: Tensor) -> Image.Image:
 def in_percent(runs: Sequence[Run], reward: str, end: str) -> dict[int, list[float]]:
     """A reward after training by seed: for each caption, in per cent of the reachable range."""
     known = [run for run in runs if reward + end in run.per_prompt]
-    scale = 100 / REACHABLE.get(reward, 1.0)
-    return of_seeds(known, lambda run: [scale * value for value in run.per_prompt[reward + end]])
+    return of_seeds(known, lambda run: [100 * value / reachable(run, reward) for value in run.per_prompt[reward + end]])
+
+
+def reachable(run: Run, reward: str) -> float:
+    """The reachable range of the run's base model; 1 for a reward that has none."""
+    return RANGES[run.config.get("base", "unet")].get(reward, 1.0)
 
 
 def qualities(runs: Sequence[Run], all_runs: Sequence[Run], end: str = "") -> dict[int, list[float]]:

@@ -1,44 +1,57 @@
-"""Measures the shipped base model, and draws its samples: `python -m experiments.emoji.measure`."""
+"""Measures the shipped base models, and draws their samples: `python -m experiments.emoji.measure`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import DiffusionPipeline, StableDiffusion3Pipeline, StableDiffusionPipeline
 from matplotlib import pyplot as plt
 from torch import Tensor
 
 from experiments.emoji.drawings import BASE, CAPTIONS, COLOURS, HELD_OUT, NAMES, OTHERS, TRAINED, drawings, rendered
-from experiments.emoji.pretrain import SHIPPED
+from experiments.emoji.pretrain import SHIPPED as UNET
+from experiments.emoji.pretrain_flow import SHIPPED as FLOW
 from experiments.emoji.rewards import colour_match, name_match, recognised
+from experiments.small_flow import equal_steps, load_flow
 
-FIGURE = Path(__file__).with_name("samples.png")
+BASES = {"unet": (StableDiffusionPipeline.from_pretrained, UNET), "flow": (load_flow, FLOW)}
+"""How a base model is loaded, and from where."""
+FIGURES = {"unet": "samples.png", "flow": "flow_samples.png"}
 STEPS, GUIDANCE = 20, 3.0  # of the figure
 COUNT, BATCH = 120, 60  # samples that are measured, and samples at a time
 
 
 def main() -> None:
-    """Prints the table of the page, and writes the figure. Accuracies need the drawings, a download."""
-    pipeline = StableDiffusionPipeline.from_pretrained(SHIPPED)
-    pipeline.set_progress_bar_config(disable=True)
-    figure(pipeline).savefig(FIGURE, dpi=100)
-    print(f"VAE on renderings that it was not fitted to: {decibels(pipeline):.1f} dB")
+    """Prints the table of the page, and writes the figures. Accuracies need the drawings, a download."""
     for vendor in (*OTHERS, BASE):
         by_name, by_colour = accuracy(vendor)
         print(f"classifier on renderings of {vendor}: names {by_name.mean():.3f}, colours {by_colour:.3f}")
         weakest = by_name.argsort()[:6].tolist()
         print("    " + ", ".join(f"{NAMES[index]} {by_name[index]:.2f}" for index in weakest))
-    for steps, guidance in ((10, 1.0), (STEPS, 1.0), (STEPS, GUIDANCE)):
-        for kind, captions in (("pretrained on", TRAINED), ("held out", HELD_OUT)):
-            asked = list(captions) * (COUNT // len(captions))
-            images = sampled(pipeline, asked, steps=steps, guidance=guidance)
-            shares = [f"{float(by(images, asked).mean()):.2f}" for by in (name_match, colour_match, recognised)]
-            print(f"| {steps} steps, guidance {guidance:g}, {kind} | {' | '.join(shares)} |", flush=True)
+    for base, file in FIGURES.items():
+        pipeline = shipped(base)
+        figure(pipeline).savefig(Path(__file__).with_name(file), dpi=100)
+        print(f"{base}: VAE on renderings that it was not fitted to: {decibels(pipeline):.1f} dB")
+        for steps, guidance in ((10, 1.0), (STEPS, 1.0), (STEPS, GUIDANCE)):
+            for kind, captions in (("pretrained on", TRAINED), ("held out", HELD_OUT)):
+                asked = list(captions) * (COUNT // len(captions))
+                images = sampled(pipeline, asked, steps=steps, guidance=guidance)
+                shares = [f"{float(by(images, asked).mean()):.2f}" for by in (name_match, colour_match, recognised)]
+                print(f"| {steps} steps, guidance {guidance:g}, {kind} | {' | '.join(shares)} |", flush=True)
 
 
-def decibels(pipeline: StableDiffusionPipeline) -> float:
+def shipped(base: str) -> Any:
+    """Loads one of BASES."""
+    load, folder = BASES[base]
+    pipeline = load(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def decibels(pipeline: Any) -> float:
     """The peak signal-to-noise ratio of images that the VAE encodes and decodes."""
     images = rendered(drawings(BASE).flatten(0, 1), torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -58,25 +71,26 @@ def accuracy(vendor: str, repeats: int = 10) -> tuple[Tensor, float]:
 
 
 def sampled(
-    pipeline: StableDiffusionPipeline, captions: Sequence[str], *, steps: int, guidance: float, seed: int = 0
+    pipeline: DiffusionPipeline, captions: Sequence[str], *, steps: int, guidance: float, seed: int = 0
 ) -> Tensor:
-    """Samples an image for each caption, [B, 3, 24, 24], with the noise of DDPM at each step (eta = 1)."""
-    generator = torch.Generator().manual_seed(seed)
+    """Samples an image for each caption, [B, 3, 24, 24]: DDIM with the noise of DDPM (eta = 1), a flow by its ODE."""
+    generator, call = torch.Generator().manual_seed(seed), cast(Any, pipeline)
+    is_flow = isinstance(pipeline, StableDiffusion3Pipeline)
+    extra = equal_steps(steps) if is_flow else {"num_inference_steps": steps, "eta": 1.0}
     batches = []
     for start in range(0, len(captions), BATCH):
-        images = pipeline(
+        images = call(
             list(captions[start : start + BATCH]),
-            num_inference_steps=steps,
             guidance_scale=guidance,
-            eta=1.0,
             generator=generator,
             output_type="pt",
+            **extra,
         ).images
         batches.append(images)
     return torch.cat(batches)
 
 
-def figure(pipeline: StableDiffusionPipeline) -> plt.Figure:
+def figure(pipeline: DiffusionPipeline) -> plt.Figure:
     """A sample of each name in two colours: one that was pretrained with the name, and one that was not."""
     colours = [*COLOURS]
     trained = [f"a {colours[(i + 2 + i // 6) % 6]} {name}" for i, name in enumerate(NAMES)]

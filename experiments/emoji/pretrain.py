@@ -22,6 +22,7 @@ from experiments.small_pipeline import (
 LATENT_CHANNELS, TOKENS, TEXT_WIDTH = 10, 8, 64
 STEPS, BATCH, LEARNING_RATE, UNPROMPTED, AVERAGED = 1400, 64, 1.5e-3, 0.1, 0.995
 SHIPPED = Path(__file__).with_name("pipeline")
+NUMBERS = torch.tensor([CAPTIONS.index(caption) for caption in TRAINED])  # of the captions to pretrain on
 
 
 def main() -> None:
@@ -42,17 +43,38 @@ def pretrained_pipeline(drawn: Tensor, steps: int = STEPS, *, seed: int = 0) -> 
         A pipeline for images of 24x24 pixels, in float32.
     """
     generator = torch.Generator().manual_seed(seed)
-    images = torch.cat([2 * rendered(drawn, generator) - 1 for _ in range(16)])
-    mean, basis = principal_components(images, LATENT_CHANNELS)
-    # Latents vary with the root of their component's deviation, and by 1 in the mean square, so that noise hides fine
-    # detail first. If all varied equally, the model would have to choose outline and detail at the same time.
-    deviations = basis.norm(dim=0)
-    basis = basis * (deviations.mean() / deviations).sqrt()
+    mean, basis = weighed_components(drawn, generator)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = assemble(patch_autoencoder(mean, basis, SIZE))
         _pretrain(pipeline, mean, basis, drawn, steps, generator)
     return pipeline
+
+
+def weighed_components(drawn: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Computes the principal components of renderings, with longer columns for coarse components than for fine ones.
+
+    Latents vary with the root of their component's deviation, and by 1 in the mean square, so that noise hides fine
+    detail first. If all varied equally, the model would have to choose outline and detail at the same time.
+
+    Args:
+        drawn: Drawings: RGB and opacity, [B, 4, 64, 64].
+        generator: Determines the renderings.
+
+    Returns:
+        The mean [12], and a basis [12, LATENT_CHANNELS]: pixels of a patch = mean + basis latents.
+    """
+    images = torch.cat([2 * rendered(drawn, generator) - 1 for _ in range(16)])
+    mean, basis = principal_components(images, LATENT_CHANNELS)
+    deviations = basis.norm(dim=0)
+    return mean, basis * (deviations.mean() / deviations).sqrt()
+
+
+def rendered_latents(drawn: Tensor, mean: Tensor, basis: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draws a batch from the captions of the pretraining: latents [BATCH, C, h, w], and numbers of CAPTIONS [BATCH]."""
+    chosen = NUMBERS[torch.randint(len(NUMBERS), (BATCH,), generator=generator)]
+    pixels = 2 * rendered(drawn[chosen], generator) - 1
+    return ((patches(pixels) - mean) @ (basis / basis.square().sum(0))).permute(0, 3, 1, 2), chosen
 
 
 def assemble(vae: AutoencoderKL) -> StableDiffusionPipeline:
@@ -82,14 +104,11 @@ def _pretrain(
 ) -> None:
     """Trains on new renderings at each step, and leaves the running average of the weights in the pipeline."""
     unet, text_encoder = pipeline.unet, pipeline.text_encoder
-    trained = torch.tensor([CAPTIONS.index(caption) for caption in TRAINED])
     tokens = caption_tokens(pipeline.tokenizer, [*CAPTIONS, ""])
     parameters = [*unet.parameters(), *text_encoder.parameters()]
 
     def loss() -> Tensor:
-        chosen = trained[torch.randint(len(trained), (BATCH,), generator=generator)]
-        pixels = 2 * rendered(drawn[chosen], generator) - 1
-        latents = ((patches(pixels) - mean) @ (basis / basis.square().sum(0))).permute(0, 3, 1, 2)
+        latents, chosen = rendered_latents(drawn, mean, basis, generator)
         chosen[torch.rand(BATCH, generator=generator) < UNPROMPTED] = len(CAPTIONS)
         return denoising_loss(pipeline, latents, text_encoder(tokens[chosen])[0], generator)
 
