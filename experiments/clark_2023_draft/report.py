@@ -21,7 +21,6 @@ from experiments.emoji.judging import (
     IN_TURN,
     KEPT,
     QUALITY,
-    REACHABLE,
     SCALE,
     SHEETS,
     at,
@@ -32,6 +31,7 @@ from experiments.emoji.judging import (
     path,
     picture_rows,
     qualities,
+    reachable,
     with_controls,
 )
 from experiments.margins import margin_fields
@@ -46,7 +46,8 @@ CLAIM = (
 )
 DISTANCE = "distance"  # of the denoiser's predictions from the base model's: Drift in train.py
 DDPO, DRAFT, DRAFT_LV, DPO = "DDPO", "DRaFT-1", "DRaFT-LV", "Diffusion-DPO"
-NAMES = {"ddpo": DDPO, "draft": DRAFT, "diffusion_dpo": DPO}
+FLOW_GRPO, NFT = "Flow-GRPO", "DiffusionNFT"
+NAMES = {"ddpo": DDPO, "flow_grpo": FLOW_GRPO, "nft": NFT, "draft": DRAFT, "diffusion_dpo": DPO}
 GROUPS = tuple(caption.split()[1] for caption in IN_TURN)  # captions of one colour are a group
 
 Methods = Mapping[str, Sequence[Run]]
@@ -65,7 +66,7 @@ def read(runs: Sequence[Run]) -> Report:
     for name, group in groups.items():
         nothing = in_percent(controls.get(name, []), "warmth", "")
         measured[f"gain by {name}"] = differences(in_percent(group, "warmth", ""), nothing)
-        if name in (DRAFT, DRAFT_LV):  # an epoch of the others ends later
+        if name in (NFT, DRAFT, DRAFT_LV):  # an epoch of the others ends later
             measured[early(name)] = changes(group, DURING)
     for name, group in {**groups, **{control(name): group for name, group in controls.items()}}.items():
         measured[f"change by {name}"] = changes(group, AFTER)
@@ -93,7 +94,7 @@ def methods(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for run in runs:
         name = DRAFT_LV if run.config.get("low_variance_samples") else NAMES[run.config["method"]]
         groups.setdefault(name, []).append(run)
-    return {name: groups[name] for name in (DDPO, DRAFT, DRAFT_LV, DPO) if name in groups}
+    return {name: groups[name] for name in (DDPO, FLOW_GRPO, NFT, DRAFT, DRAFT_LV, DPO) if name in groups}
 
 
 def changes(runs: Sequence[Run], sheet: str) -> dict[int, list[float]]:
@@ -108,30 +109,49 @@ def early(name: str) -> str:
 
 def claims() -> Iterator[Claim]:
     """The paper's claims about DRaFT and DDPO, and ours."""
-    shared: dict[str, Any] = {"kind": "more", "scale": SCALE, "groups": GROUPS}
-    moved, kept, far = (shared | margin_fields(PAPER, measure) for measure in ("reward", "quality", "distance"))
-    drafts = (DRAFT, DRAFT_LV)
-    for name in (DDPO, *drafts, DPO):
-        yield Claim(
-            f"{name} raises warmth above its control without a reward",
-            (f"gain by {name}",),
-            origin="ours",
-            trivial="the reward is optimised",
-            **moved,
-        )
-    place = {"place": "abstract"}
+    moved = fields(PAPER, "reward")
+    place, drafts = {"place": "abstract"}, (DRAFT, DRAFT_LV)
+    yield from learns(PAPER, (DDPO, *drafts, DPO))
     for name in drafts:
         yield Claim(f"{name} gains more than DDPO", (f"gain by {name}", f"gain by {DDPO}"), **place, **moved)
         text = f"{name} with a quarter of the evaluations changes warmth more than DDPO with all"
         yield Claim(text, (early(name), f"change by {DDPO}"), **place, **moved)
     yield Claim(f"{DPO} gains more than DDPO", (f"gain by {DPO}", f"gain by {DDPO}"), origin="ours", **moved)
     yield Claim(f"{DRAFT} gains more than {DPO}", (f"gain by {DRAFT}", f"gain by {DPO}"), origin="ours", **moved)
-    for name in (DDPO, *drafts, DPO):
+    yield from keeps_quality(PAPER, (DDPO, *drafts, DPO))
+    yield from goes_further(PAPER, (*drafts, DPO), DDPO)
+
+
+def learns(paper: str, names: Sequence[str]) -> Iterator[Claim]:
+    """The check of each method: that it raises warmth."""
+    for name in names:
+        yield Claim(
+            f"{name} raises warmth above its control without a reward",
+            (f"gain by {name}",),
+            origin="ours",
+            trivial="the reward is optimised",
+            **fields(paper, "reward"),
+        )
+
+
+def keeps_quality(paper: str, names: Sequence[str]) -> Iterator[Claim]:
+    """A claim of ours about each method: that its pictures are still what their captions say."""
+    for name in names:
         text = f"{name} keeps more than {KEPT:.0f}% of the base model's quality"
-        yield Claim(text, (f"quality after {name}",), origin="ours", than=KEPT, **kept)
-    for name in (*drafts, DPO):
-        compared = f"distance after {name}", f"distance after {DDPO}"
-        yield Claim(f"{name} goes further from the base model than DDPO", compared, origin="ours", **far)
+        yield Claim(text, (f"quality after {name}",), origin="ours", than=KEPT, **fields(paper, "quality"))
+
+
+def goes_further(paper: str, names: Sequence[str], other: str) -> Iterator[Claim]:
+    """A claim of ours about each method: that it ends further from the base model than another one."""
+    for name in names:
+        compared = f"distance after {name}", f"distance after {other}"
+        text = f"{name} goes further from the base model than {other}"
+        yield Claim(text, compared, origin="ours", **fields(paper, "distance"))
+
+
+def fields(paper: str, measure: str) -> dict[str, Any]:
+    """What a paper's claims about a measure share."""
+    return {"kind": "more", "scale": SCALE, "groups": GROUPS} | margin_fields(paper, measure)
 
 
 # Figures ---------------------------------------------------------------------------------------------------------
@@ -143,7 +163,7 @@ def figure(groups: Methods) -> plt.Figure:
     colours: dict[str, Any] = {}
     for name, group in groups.items():
         method, _, is_control = name.partition(", ")
-        gains = 100 * (means(group, "warmth") - means(group, "warmth")[0]) / REACHABLE["warmth"]
+        gains = 100 * (means(group, "warmth") - means(group, "warmth")[0]) / reachable(group[0], "warmth")
         quality = 100 * means(group, QUALITY) / means(group, QUALITY)[0]
         for axis, xs in zip(axes, (quality, means(group, DISTANCE)), strict=True):
             style = {"linestyle": ":" if is_control else "-", "color": colours.get(method)}

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,16 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers import StableDiffusionPipeline
 from torch import Tensor, nn
 
 from experiments.clark_2023_draft.report import CLAIM, DISTANCE, TITLE, read
 from experiments.emoji.drawings import TRAINED
 from experiments.emoji.judging import AFTER, BEFORE, CONTROL, DURING, IN_TURN, QUALITY, SHOWN, at, contact_sheet
-from experiments.emoji.measure import sampled
-from experiments.emoji.pretrain import SHIPPED
+from experiments.emoji.measure import sampled, shipped
 from experiments.emoji.rewards import recognised, warmth
 from experiments.reports import report_on_run
 from experiments.run_folders import append, close_folder, from_recipe, open_folder, write_per_prompt
+from experiments.small_flow import equal_steps
 from trimtab_common.config import to_flat_dict
 from trimtab_common.tracking import progress
 from trimtab_diffusion import (
@@ -30,14 +29,33 @@ from trimtab_diffusion import (
     DDPOTrainer,
     DiffusionDPOConfig,
     DiffusionDPOTrainer,
+    DiffusionNFTConfig,
+    DiffusionNFTTrainer,
 )
+from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.prompts import Prompts
+from trimtab_diffusion.steps import Steps
 from trimtab_diffusion.training.base import PipelineTrainer
 from trimtab_diffusion.training.config import PipelineConfig
 from trimtab_diffusion.training.sampling import RewardFunction
+from trimtab_diffusion.trajectories import sampled_pairs
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
-METHODS = ("ddpo", "draft", "diffusion_dpo")
+
+
+@dataclass
+class FlowGRPOConfig(DDPOConfig):
+    """The settings of DDPO, under a name of their own."""
+
+
+CONFIGS: dict[str, type[PipelineConfig]] = {
+    "ddpo": DDPOConfig,
+    "flow_grpo": FlowGRPOConfig,
+    "nft": DiffusionNFTConfig,
+    "draft": AlignPropConfig,
+    "diffusion_dpo": DiffusionDPOConfig,
+}
+METHODS = {"unet": ("ddpo", "nft", "draft", "diffusion_dpo"), "flow": ("flow_grpo", "nft", "draft", "diffusion_dpo")}
 EARLY = 1 / 4  # of the evaluations: once they are spent, a run with a reward is measured during its training
 
 
@@ -45,7 +63,16 @@ EARLY = 1 / 4  # of the evaluations: once they are spent, a run with a reward is
 class RunConfig:
     """The method, and what all methods share."""
 
-    method: str = field(default="draft", metadata={"help": f"One of {', '.join(METHODS)}; draft is AlignPropTrainer."})
+    base: str = field(
+        default="unet", metadata={"help": "The base model's denoiser: unet, or a flow's transformer, flow."}
+    )
+    method: str = field(
+        default="draft",
+        metadata={
+            "help": "draft is AlignPropTrainer, and flow_grpo DDPOTrainer on a flow; "
+            + "; ".join(f"of {base}: {', '.join(methods)}" for base, methods in METHODS.items())
+        },
+    )
     reward: str = field(
         default="warmth",
         metadata={"help": "warmth: mean of red minus mean of blue; random, the control: a random colour per picture."},
@@ -111,33 +138,51 @@ class Drift:
         seed: of noise and noise levels.
     """
 
-    def __init__(self, pipeline: StableDiffusionPipeline, images: Tensor, captions: Sequence[str], seed: int) -> None:
-        generator, scheduler = torch.Generator().manual_seed(seed), pipeline.scheduler
+    def __init__(
+        self, pipeline: DDPOStableDiffusionPipeline, images: Tensor, captions: Sequence[str], seed: int
+    ) -> None:
+        generator, vae = torch.Generator().manual_seed(seed), pipeline.sd_pipeline.vae
+        call = {
+            "num_inference_steps": 2,
+            "guidance_scale": 1.0,
+            "output_type": "latent",
+        }  # shows what the denoiser gets
+        path = pipeline(list(captions), generator=torch.Generator().manual_seed(seed), **call).trajectories
+        rows = torch.arange(len(images))
+        self.conditions = sampled_pairs(path, pipeline.device, rows, torch.zeros_like(rows)).conditions
+        steps = Steps.of_training(pipeline.scheduler)
+        self.schedule = replace(path.schedule, steps=steps, times=steps.timesteps)
+        self.levels = torch.randint(len(steps), (len(images),), generator=generator)
         with torch.no_grad():
-            latents = pipeline.vae.encode(2 * images - 1).latent_dist.mode() * pipeline.vae.config.scaling_factor
-            self.texts, _ = pipeline.encode_prompt(list(captions), images.device, 1, False)
-        self.levels = torch.randint(scheduler.config.num_train_timesteps, (len(images),), generator=generator)
-        self.noised = scheduler.add_noise(latents, torch.randn(latents.shape, generator=generator), self.levels)
-        self.first = self.predictions(pipeline)
+            latents = vae.encode(2 * images - 1).latent_dist.mode() - (vae.config.shift_factor or 0.0)
+        noise = torch.randn(latents.shape, generator=generator)
+        self.noised, _ = steps.noised(vae.config.scaling_factor * latents, noise, self.levels)
+        self.first = self.predictions(pipeline.denoiser)
 
     @torch.no_grad()
-    def predictions(self, pipeline: StableDiffusionPipeline) -> Tensor:
-        """The denoiser's predictions, [B, ...]."""
-        return pipeline.unet(self.noised, self.levels, self.texts).sample
+    def predictions(self, denoiser: nn.Module) -> Tensor:
+        """A denoiser's predictions, [B, ...]."""
+        return self.schedule.ask(denoiser, self.noised, self.levels, self.conditions)
 
-    def __call__(self, pipeline: StableDiffusionPipeline) -> Tensor:
+    def __call__(self, denoiser: nn.Module) -> Tensor:
         """The squared differences from the first predictions, in per cent of these predictions' mean square, [B]."""
-        moved = (self.predictions(pipeline) - self.first).square().flatten(1).mean(1)
+        moved = (self.predictions(denoiser) - self.first).square().flatten(1).mean(1)
         return 100 * moved / self.first.square().mean()
 
 
-def pictures(pipeline: StableDiffusionPipeline, captions: Sequence[str], run: RunConfig, seed: int) -> Tensor:
-    """Samples a picture of each caption, [B, 3, H, W], as in training."""
-    return sampled(pipeline, captions, steps=run.sample_num_steps, guidance=run.sample_guidance_scale, seed=seed)
+def loaded(base: str, steps: int) -> DDPOStableDiffusionPipeline:
+    """A base model, as the trainers take it; a flow always takes `steps` steps."""
+    return DDPOStableDiffusionPipeline(shipped(base), call_kwargs=equal_steps(steps) if base == "flow" else {})
+
+
+def pictures(pipeline: DDPOStableDiffusionPipeline, captions: Sequence[str], run: RunConfig, seed: int) -> Tensor:
+    """Samples a picture of each caption, [B, 3, H, W], in as many steps as in training."""
+    steps, guidance = run.sample_num_steps, run.sample_guidance_scale
+    return sampled(pipeline.sd_pipeline, captions, steps=steps, guidance=guidance, seed=seed)
 
 
 def labelled_pairs(
-    pipeline: StableDiffusionPipeline, reward: RewardFunction, run: RunConfig, seed: int
+    pipeline: DDPOStableDiffusionPipeline, reward: RewardFunction, run: RunConfig, seed: int
 ) -> list[dict[str, Any]]:
     """Two samples of each of `run.pairs` captions: the one with more reward is chosen, the other rejected."""
     captions = random.Random(seed).choices(TRAINED, k=run.pairs)
@@ -151,12 +196,14 @@ def labelled_pairs(
 
 
 def trainer_of(
-    run: RunConfig, config: PipelineConfig, reward: RewardFunction, pipeline: StableDiffusionPipeline
+    run: RunConfig, config: PipelineConfig, reward: RewardFunction, pipeline: DDPOStableDiffusionPipeline
 ) -> PipelineTrainer:
     """The trainer of the method; for diffusion_dpo it samples the pairs."""
     prompts = Prompts(TRAINED, ({},) * len(TRAINED))
     if isinstance(config, DDPOConfig):
         return DDPOTrainer(config, reward, prompts, pipeline, other_rewards={})
+    if isinstance(config, DiffusionNFTConfig):
+        return DiffusionNFTTrainer(config, reward, prompts, pipeline)
     if isinstance(config, AlignPropConfig):
         return AlignPropTrainer(config, reward, prompts, pipeline)
     assert isinstance(config, DiffusionDPOConfig)
@@ -168,14 +215,15 @@ def main(run: RunConfig, *configs: PipelineConfig) -> None:
 
     Args:
         run: names the method.
-        configs: a method's each, in the order of METHODS.
+        configs: one of each class in CONFIGS, in their order.
     """
-    if run.method not in METHODS or run.reward not in ("warmth", CONTROL):
+    if run.method not in METHODS.get(run.base, ()) or run.reward not in ("warmth", CONTROL):
+        known = "; ".join(f"--base {base}: {', '.join(methods)}" for base, methods in METHODS.items())
         raise SystemExit(
-            f"--method {run.method} --reward {run.reward}: the methods are {', '.join(METHODS)}, and the rewards are "
+            f"--base {run.base} --method {run.method} --reward {run.reward}: the methods are {known}. The rewards are "
             f"warmth and {CONTROL}."
         )
-    config = configs[METHODS.index(run.method)]
+    config = configs[[*CONFIGS].index(run.method)]
     if config.resume_from:
         raise SystemExit("--resume_from: these runs are too short to resume, and would count from 0. Start it again.")
     for library in (diffusers.utils.logging, transformers.logging):
@@ -184,10 +232,9 @@ def main(run: RunConfig, *configs: PipelineConfig) -> None:
     torch.set_num_threads(1)  # the layers are so small that a second thread mostly waits
     folder, captions = Path(config.logdir), [*islice(cycle(IN_TURN), run.eval_pictures)]
     open_folder(folder, to_flat_dict(run, config), goes_on=False)
-    pipeline = StableDiffusionPipeline.from_pretrained(SHIPPED)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = loaded(run.base, run.sample_num_steps)
     first = pictures(pipeline, captions, run, config.seed)
-    drift, evaluations = Drift(pipeline, first, captions, config.seed), Evaluations(pipeline.unet)
+    drift, evaluations = Drift(pipeline, first, captions, config.seed), Evaluations(pipeline.denoiser)
     means: dict[str, float] = {}
     of_captions: dict[str, list[float]] = {}
 
@@ -195,7 +242,7 @@ def main(run: RunConfig, *configs: PipelineConfig) -> None:
         spent = evaluations.count
         images = first if sheet == BEFORE else pictures(pipeline, captions, run, config.seed)
         measures = {"warmth": warmth(images, captions), QUALITY: recognised(images, captions)}
-        measures[DISTANCE] = drift(pipeline)
+        measures[DISTANCE] = drift(pipeline.denoiser)
         for name, values in measures.items():
             means[at(sheet, name)], of_captions[at(sheet, name)] = float(values.mean()), values.tolist()
         means[at(sheet, "evaluations")] = evaluations.count = spent  # measuring is no training
@@ -223,9 +270,9 @@ def main(run: RunConfig, *configs: PipelineConfig) -> None:
     report_on_run(TITLE, CLAIM, read, [folder])
 
 
-def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[Any, ...]:
+def settings(argv: Sequence[str] | None = None, *, recipe: Path = RECIPE, **changes: object) -> tuple[Any, ...]:
     """The settings of a run: see `from_recipe`."""
-    return from_recipe(RECIPE, RunConfig, DDPOConfig, AlignPropConfig, DiffusionDPOConfig, argv=argv, **changes)
+    return from_recipe(recipe, RunConfig, *CONFIGS.values(), argv=argv, **changes)
 
 
 if __name__ == "__main__":

@@ -2,41 +2,45 @@ import copy
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 import transformers
-from diffusers import StableDiffusionPipeline
 from matplotlib import pyplot as plt
 
 from experiments.claims import judge
 from experiments.clark_2023_draft import train
-from experiments.clark_2023_draft.report import DISTANCE, NAMES, read
-from experiments.emoji.judging import IN_TURN, QUALITY, contact_sheet
-from experiments.emoji.pretrain import SHIPPED
+from experiments.clark_2023_draft.report import DISTANCE, read
+from experiments.emoji.judging import IN_TURN, QUALITY, RANGES, contact_sheet
 from experiments.emoji.rewards import warmth
 from experiments.run_folders import Run, finished_runs
+from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 TINY = {"sample_num_steps": 2, "eval_pictures": 4, "train_batch_size": 2, "log_with": "none"}
-TINY |= {"truncated_backprop_timestep": 1}
+TINY |= {"truncated_backprop_timestep": 1, "flow_grpo.sample_window": 1}
+METHODS = ("DDPO", "DRaFT-1", "Diffusion-DPO")
 EARLY = "DRaFT-1 with a quarter of the evaluations changes warmth more than DDPO with all"
+OF_REWARDS = {"sample_batch_size": 4, "group_size": 2, "train_timestep_fraction": 1.0}
 OF_METHOD: dict[str, tuple[dict[str, Any], list[int]]] = {
     # 4 samples of 2 steps, the check of their 8 probabilities, and 3 for each of 8 steps, forward and backward
-    "ddpo": ({"sample_batch_size": 4, "group_size": 2, "train_timestep_fraction": 1.0}, [8 + 8 + 24, 72]),
+    "unet ddpo": (OF_REWARDS, [8 + 8 + 24, 72]),
+    # 4 samples of 2 steps, of which the first alone is random: 4 probabilities, and 3 for each of 4 steps
+    "flow flow_grpo": (OF_REWARDS, [8 + 4 + 12, 44]),
+    # 4 samples of 2 steps, and at each of 8 noised ones 3 and the old policy's 1
+    "flow nft": (OF_REWARDS, [8 + 32, 80]),
     # 2 samples of 2 steps, and the last step again with a gradient
-    "draft": ({}, [2 * (2 + 3) * i for i in range(1, 9)]),
+    "unet draft": ({}, [2 * (2 + 3) * i for i in range(1, 9)]),
     # 8 samples of 2 steps, 4 captions encoded in 2 steps, and both pictures of each pair: 3 and the reference's 1
-    "diffusion_dpo": ({"pairs": 4}, [16 + 8 + 32, 88]),
+    "unet diffusion_dpo": ({"pairs": 4}, [16 + 8 + 32, 88]),
 }
 
 
-@pytest.fixture(scope="module")
-def pipeline() -> StableDiffusionPipeline:
-    pipeline = StableDiffusionPipeline.from_pretrained(SHIPPED)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+@pytest.fixture(scope="module", params=["unet", "flow"])
+def pipeline(request: pytest.FixtureRequest) -> DDPOStableDiffusionPipeline:
+    return train.loaded(request.param, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +57,11 @@ def logging_as_before() -> Iterator[None]:
 # A run -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", OF_METHOD)
-def test_a_method_ends_before_it_exceeds_its_evaluations_which_are_counted_by_hand(method: str, tmp_path: Path):
-    sizes, counts = OF_METHOD[method]
+@pytest.mark.parametrize("names", OF_METHOD)
+def test_a_method_ends_before_it_exceeds_its_evaluations_which_are_counted_by_hand(names: str, tmp_path: Path):
+    (base, method), (sizes, counts) = names.split(), OF_METHOD[names]
     budget = {"evaluations": counts[-1] + 9}
-    flags = {"method": method, "logdir": tmp_path, **TINY, **sizes, **budget}
+    flags = {"base": base, "method": method, "logdir": tmp_path, **TINY, **sizes, **budget}
     train.main(*train.settings([f"--{name}={value}" for name, value in flags.items()]))
     (run,) = finished_runs(tmp_path)
     assert run.curve("step", "evaluations")[1] == counts
@@ -72,7 +76,18 @@ def test_a_method_ends_before_it_exceeds_its_evaluations_which_are_counted_by_ha
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("words", [["--method", "ppo"], ["--reward", "beauty"], ["--resume_from", "latest"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--method", "ppo"],
+        ["--method", "flow_grpo"],
+        ["--method", "ddpo", "--base", "flow"],
+        ["--base", "vae"],
+        ["--reward", "beauty"],
+        ["--resume_from", "latest"],
+    ],
+    ids=" ".join,
+)
 def test_what_no_run_can_be_is_refused_before_any_work(words: list[str], tmp_path: Path):
     with pytest.raises(SystemExit, match=words[0]):
         train.main(*train.settings([*words, "--logdir", str(tmp_path / "run")]))
@@ -110,7 +125,7 @@ def test_the_control_has_gradients_of_warmths_size_in_directions_that_say_nothin
     assert torch.equal(train.RandomColours(1)(images, ()), train.RandomColours(1)(images, ()))
 
 
-def test_the_warmer_picture_of_a_pair_is_chosen(pipeline: StableDiffusionPipeline):
+def test_the_warmer_picture_of_a_pair_is_chosen(pipeline: DDPOStableDiffusionPipeline):
     run = train.RunConfig(pairs=6, sample_num_steps=2)
     pairs = train.labelled_pairs(pipeline, warmth, run, seed=0)
     chosen, rejected = (torch.stack([pair[name] for pair in pairs]) for name in ("chosen", "rejected"))
@@ -118,13 +133,13 @@ def test_the_warmer_picture_of_a_pair_is_chosen(pipeline: StableDiffusionPipelin
     assert len({pair["prompt"] for pair in pairs}) > 1
 
 
-def test_the_distance_is_the_relative_square_of_what_the_predictions_moved(pipeline: StableDiffusionPipeline):
+def test_the_distance_is_the_relative_square_of_what_the_predictions_moved(pipeline: DDPOStableDiffusionPipeline):
     images = torch.rand(3, 3, 24, 24, generator=torch.Generator().manual_seed(0))
     drift = train.Drift(pipeline, images, IN_TURN[:3], seed=0)
-    assert drift(pipeline).tolist() == [0, 0, 0]
-    changed = copy.copy(pipeline)
-    changed.unet = copy.deepcopy(pipeline.unet)
-    for weight in (changed.unet.conv_out.weight, changed.unet.conv_out.bias):
+    assert drift(pipeline.denoiser).tolist() == [0, 0, 0]
+    changed = copy.deepcopy(pipeline.denoiser)
+    last = changed.conv_out if pipeline.name == "unet" else changed.proj_out
+    for weight in (last.weight, last.bias):
         weight.data *= 1.5
     assert float(drift(changed).mean()) == pytest.approx(25, rel=1e-3)
 
@@ -139,7 +154,7 @@ def close_figures() -> Iterator[None]:
     plt.close("all")
 
 
-def made_up(folder: Path, method: str, reward: str, seed: int, after: float, *, kept: float = 0.7) -> Run:
+def made_up(folder: Path, method: str, reward: str, seed: int, after: float, *, kept: float = 0.7, base: str) -> Run:
     """A finished run whose warmth rises from 0.06 to `after`, half of it early, and whose quality falls from 0.7."""
     place = folder / f"{method}-{reward}-{seed}"
     place.mkdir(parents=True)
@@ -153,14 +168,16 @@ def made_up(folder: Path, method: str, reward: str, seed: int, after: float, *, 
         key: [value + noise.gauss(0, 0.001) * (not key.endswith("before")) for _ in IN_TURN]
         for key, value in summary.items()
     }
-    config = {"method": method, "reward": reward, "seed": seed, "evaluations": 4800}
+    config = {"base": base, "method": method, "reward": reward, "seed": seed, "evaluations": 4800}
     return Run(place, config, [], summary, numbers)
 
 
-def of_all(folder: Path, ends: Mapping[str, float], **kept: float) -> list[Run]:
+def of_all(folder: Path, ends: Mapping[str, float], base: str = "unet", **kept: float) -> list[Run]:
     """Runs of eight seeds of each method; their controls stay where they start."""
     runs = [
-        made_up(folder, method, reward, seed, after if reward == "warmth" else 0.06, kept=kept.get(method, 0.7))
+        made_up(
+            folder, method, reward, seed, after if reward == "warmth" else 0.06, kept=kept.get(method, 0.7), base=base
+        )
         for method, after in ends.items()
         for reward in ("warmth", "random")
         for seed in range(10, 18)
@@ -181,12 +198,20 @@ def test_planted_effects_are_found(tmp_path: Path):
     assert found["Diffusion-DPO gains more than DDPO"] == "holds"
     assert found["DRaFT-1 keeps more than 90% of the base model's quality"] == "does not hold"
     assert found["DDPO keeps more than 90% of the base model's quality"] == "holds"
-    assert {found[f"{name} raises warmth above its control without a reward"] for name in NAMES.values()} == {"holds"}
+    assert {found[f"{name} raises warmth above its control without a reward"] for name in METHODS} == {"holds"}
+
+
+@pytest.mark.usefixtures("close_figures")
+def test_gains_on_a_flow_are_in_per_cent_of_its_own_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(RANGES, "flow", {"warmth": 0.2})
+    runs = of_all(tmp_path, {"flow_grpo": 0.10}, base="flow")
+    gains = read(runs).measured["gain by Flow-GRPO"]
+    assert mean(mean(values) for values in gains.values()) == pytest.approx(100 * 0.04 / 0.2, abs=1)
 
 
 @pytest.mark.usefixtures("close_figures")
 def test_methods_that_gain_as_much_differ_by_nothing_that_matters(tmp_path: Path):
-    found = outcomes(of_all(tmp_path, dict.fromkeys(NAMES, 0.12)))
+    found = outcomes(of_all(tmp_path, dict.fromkeys(("ddpo", "draft", "diffusion_dpo"), 0.12)))
     assert found["DRaFT-1 gains more than DDPO"] == "no effect that matters"
     assert found["Diffusion-DPO gains more than DDPO"] == "no effect that matters"
     assert found[EARLY] == "does not carry over"
@@ -194,12 +219,12 @@ def test_methods_that_gain_as_much_differ_by_nothing_that_matters(tmp_path: Path
 
 @pytest.mark.usefixtures("close_figures")
 def test_the_figure_has_a_path_for_each_method_and_its_control(tmp_path: Path):
-    report = read(of_all(tmp_path, dict.fromkeys(NAMES, 0.12)))
+    report = read(of_all(tmp_path, dict.fromkeys(("ddpo", "draft", "diffusion_dpo"), 0.12)))
     _, right = report.figures["figure"].axes
     labels = [text.get_text() for text in right.get_legend().get_texts()]
-    assert labels == [*NAMES.values(), *(f"{name}, no reward" for name in NAMES.values())]
+    assert labels == [*METHODS, *(f"{name}, no reward" for name in METHODS)]
     words = [text.get_text() for axis in report.figures["pictures"].axes for text in axis.texts]
-    assert words == ["before training", *(f"after {name}" for name in NAMES.values())]
+    assert words == ["before training", *(f"after {name}" for name in METHODS)]
 
 
 def test_runs_with_unequal_evaluations_are_refused(tmp_path: Path):

@@ -85,6 +85,8 @@ SECTIONS = {  # classes, as a parameter names them
     "dpo",
     "grpo",
     "ddpo",
+    "flow_grpo",
+    "diffusion_nft",
     "align_prop",
     "diffusion_dpo",
 }
@@ -238,9 +240,9 @@ PROGRAMS = [
         {
             "method": "draft",
             "evaluations": 40,
-            "sample_num_steps": 2,
+            "sample_num_steps": 4,
             "train_batch_size": 2,
-            "truncated_backprop_timestep": 1,
+            "truncated_backprop_timestep": 3,
             "eval_pictures": 4,
         },
         {
