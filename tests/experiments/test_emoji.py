@@ -165,6 +165,7 @@ def drawn() -> Tensor:
     return torch.cat([rgb, opacity[:, None, None].expand(-1, len(COLOURS), 1, -1, -1)], dim=2)
 
 
+@pytest.mark.slow
 def test_a_classifier_learns_colours_in_a_few_steps(drawn: Tensor, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(classifier, "BATCH", 32)
     model = classifier.trained_classifier(drawn[None], 40)
@@ -174,6 +175,7 @@ def test_a_classifier_learns_colours_in_a_few_steps(drawn: Tensor, monkeypatch: 
     assert is_right.float().mean() > 0.8
 
 
+@pytest.mark.slow
 def test_the_same_seed_pretrains_a_pipeline_that_plain_diffusers_loads(
     drawn: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -189,6 +191,7 @@ def test_the_same_seed_pretrains_a_pipeline_that_plain_diffusers_loads(
     assert {len(loaded.tokenizer(caption)["input_ids"]) for caption in CAPTIONS} == {5}
 
 
+@pytest.mark.slow
 def test_held_out_captions_are_not_pretrained_on(drawn: Tensor, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pretrain, "BATCH", 64)
     seen = []

@@ -34,6 +34,7 @@ def means(pipeline: small_flow.StableDiffusion3Pipeline) -> list[float]:
     return latents.mean((1, 2, 3)).tolist()
 
 
+@pytest.mark.slow
 def test_captions_learn_their_latents_and_a_saved_pipeline_is_the_same(tmp_path: Path):
     pipeline = learnt(150)
     light, dark = means(pipeline)

@@ -256,6 +256,7 @@ PROGRAMS = [
 ]
 OF_PATH = {program.path: program for program in PROGRAMS}
 ONE_OF_EACH_METRIC = list({(read_sweep(file).program, read_sweep(file).metric.name): file for file in FILES}.values())
+ONE_OF_EACH_PROGRAM = {read_sweep(file).program: file for file in ONE_OF_EACH_METRIC}.values()
 
 
 def name_of(item: Any) -> str:
@@ -423,7 +424,7 @@ def test_a_program_runs_with_an_agents_arguments_and_its_config_has_them(program
     assert len(history) >= 2
 
 
-@pytest.mark.parametrize("file", ONE_OF_EACH_METRIC, ids=name_of)
+@pytest.mark.parametrize("file", slow_but(ONE_OF_EACH_METRIC, *ONE_OF_EACH_PROGRAM), ids=name_of)
 def test_the_metric_is_in_the_summary_under_its_name(
     file: Path, here: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ):
