@@ -39,16 +39,19 @@ def read(runs: Sequence[Run]) -> Report:
             if optimum is not None and optimum.reward(budget) is not None:
                 shares = {seed: efficiency(points, budget, optimum) for seed, points in seeds.items()}
                 measured[efficiency_name(budget, name)] = shares
-    caption = (
-        f"{len(by(runs, 'seed'))} seeds. Top left: each evaluation of each run, with its method's frontier. Top right: "
-        "the most reward within a budget, medians of the seeds, bands from the lower to the upper quartile. Black: "
-        "the best reward at each KL, estimated by reweighting samples of the reference; dotted: the best of 1, 2, 4, "
-        "... of these samples. Bottom: the gain, divided by the attainable gain."
-    )
+    captions = {
+        "figure": f"{len(by(runs, 'seed'))} seeds. (a) Each evaluation of each run, with its method's frontier. (b) "
+        "The most reward within a budget, medians of the seeds, bands from the lower to the upper quartile. Black: the "
+        "best reward at each KL, estimated by reweighting samples of the reference; dotted: the best of 1, 2, 4, ... "
+        "of these samples.",
+        "efficiency": "The gain of the most reward within a budget, divided by the attainable gain.",
+    }
     samples = samples_of({method_of(run): run for run in reversed(runs)})
     references = {} if rewards is None or optimum is None else {"attainable": optimum, "best of n": best_of_n(rewards)}
     figures = {"figure": figure(methods, scored(runs), references)}
-    return Report(measured, list(claims_about()), figures, {"figure": caption}, samples)
+    if optimum is not None:
+        figures["efficiency"] = efficiency_figure(methods, optimum)
+    return Report(measured, list(claims_about()), figures, captions, samples)
 
 
 def within(budget: float, method: str) -> str:
@@ -150,37 +153,36 @@ def scored(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], references: Mapping[str, Frontier]) -> plt.Figure:
-    """Plots all points, the most reward and the efficiency within each budget.
+    """Plots all points, and the most reward within each budget.
 
     Args:
         methods: their points.
         texts: how many the reward scored in a run of each method.
         references: curves to compare with: attainable, best of n; or none.
     """
-    plot, ((every, best), (share, unused)) = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    plot, (every, best) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     points = {
         f"{name} ({texts[name]} scored texts)": [point for seed in seeds.values() for point in seed]
         for name, seeds in methods.items()
     }
     frontier(every, points)
     plot_within(best, methods, [max(BUDGETS) * i / 32 for i in range(33)])
-    for axis in (every, best):
+    for axis, heading in ((every, "(a) all evaluations"), (best, "(b) the most reward within a budget")):
         for (name, curve), dots in zip(references.items(), ("-", ":"), strict=False):
             axis.plot(curve.kls, curve.rewards, dots, color="black", linewidth=1.2, label=name)
         axis.legend(frameon=False, fontsize=9)
-    if optimum := references.get("attainable"):
-        last = float(optimum.kls[-1])
-        plot_within(share, methods, [last * i / 32 for i in range(4, 33)], optimum)
-        share.set_ylabel("share of the attainable gain")
-    else:
-        share.axis("off")
-    unused.axis("off")
-    for axis in (every, best):
-        axis.set_ylabel("reward of held-out openings (VADER, -1 to 1)")
-    headings = ("all evaluations", "the most reward within a budget", "efficiency")
-    for axis, heading in zip((every, best, share), headings, strict=True):
         axis.set_title(heading, fontsize=10)
         axis.set_xlabel("KL to the reference (nats per response)")
+        axis.set_ylabel("reward of held-out openings (VADER, -1 to 1)")
+    return plot
+
+
+def efficiency_figure(methods: Mapping[str, Seeds], optimum: Frontier) -> plt.Figure:
+    """Plots each method's share of the attainable gain within each budget."""
+    plot, axis = plt.subplots(figsize=(5.5, 4), layout="constrained")
+    plot_within(axis, methods, [float(optimum.kls[-1]) * i / 32 for i in range(4, 33)], optimum)
+    axis.set_xlabel("KL to the reference (nats per response)")
+    axis.set_ylabel("share of the attainable gain")
     return plot
 
 
