@@ -1,6 +1,6 @@
 import copy
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,7 +16,9 @@ from experiments.clark_2023_draft import train
 from experiments.clark_2023_draft.report import DISTANCE, read
 from experiments.emoji.judging import IN_TURN, QUALITY, RANGES, contact_sheet
 from experiments.emoji.rewards import warmth
+from experiments.reports import Report
 from experiments.run_folders import Run, finished_runs
+from experiments.zheng_2025_nft import report as zheng
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 TINY = {"sample_num_steps": 2, "eval_pictures": 4, "train_batch_size": 2, "log_with": "none"}
@@ -92,6 +94,10 @@ def test_what_no_run_can_be_is_refused_before_any_work(words: list[str], tmp_pat
     with pytest.raises(SystemExit, match=words[0]):
         train.main(*train.settings([*words, "--logdir", str(tmp_path / "run")]))
     assert not (tmp_path / "run").exists()
+
+
+def test_no_method_gets_the_beta_of_another():
+    assert [config.beta for config in train.settings([]) if hasattr(config, "beta")] == [0.1, 2000]
 
 
 def test_passes_of_a_model_and_of_its_copies_are_counted():
@@ -185,8 +191,8 @@ def of_all(folder: Path, ends: Mapping[str, float], base: str = "unet", **kept: 
     return runs
 
 
-def outcomes(runs: list[Run]) -> dict[str, str]:
-    report = read(runs)
+def outcomes(runs: list[Run], reading: Callable[[list[Run]], Report] = read) -> dict[str, str]:
+    report = reading(runs)
     return {verdict.claim.text: verdict.outcome for verdict in judge(report.claims, report.measured)}
 
 
@@ -202,10 +208,22 @@ def test_planted_effects_are_found(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("close_figures")
+def test_planted_effects_on_a_flow_are_found(tmp_path: Path):
+    runs = of_all(tmp_path, {"flow_grpo": 0.10, "nft": 0.25, "draft": 0.17, "diffusion_dpo": 0.10}, nft=0.5)
+    found, early = outcomes(runs, zheng.read), "DiffusionNFT with a quarter of the evaluations changes warmth more than"
+    assert found["DiffusionNFT gains more than Flow-GRPO"] == found[f"{early} Flow-GRPO with all"] == "reproduced"
+    assert found["DRaFT-1 gains more than Flow-GRPO"] == "holds"
+    assert found["DRaFT-1 gains more than DiffusionNFT"] == "does not hold"
+    assert found["Diffusion-DPO gains more than Flow-GRPO"] == "no effect that matters"
+    assert found["DiffusionNFT keeps more than 90% of the base model's quality"] == "does not hold"
+    assert found["DRaFT-1 goes further from the base model than Flow-GRPO"] == "no effect that matters"
+
+
+@pytest.mark.usefixtures("close_figures")
 def test_gains_on_a_flow_are_in_per_cent_of_its_own_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(RANGES, "flow", {"warmth": 0.2})
     runs = of_all(tmp_path, {"flow_grpo": 0.10}, base="flow")
-    gains = read(runs).measured["gain by Flow-GRPO"]
+    gains = zheng.read(runs).measured["gain by Flow-GRPO"]
     assert mean(mean(values) for values in gains.values()) == pytest.approx(100 * 0.04 / 0.2, abs=1)
 
 
