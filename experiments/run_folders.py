@@ -32,7 +32,7 @@ from matplotlib import pyplot as plt
 
 WANDB_VARIABLES = {"group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE"}
 HISTORY, CONFIG, SUMMARY, FIGURE = "history.jsonl", "config.json", "summary.json", "report.png"
-PER_PROMPT, STARTS = "per_prompt.json", "starts.json"
+PER_PROMPT, STARTS, SAMPLES = "per_prompt.json", "starts.json", "samples.json"
 ARCHIVE = "runs.zip"  # what reports read of several runs
 
 
@@ -254,7 +254,8 @@ def pack(runs: Sequence[Run], archive: Path) -> None:
         for run in runs:
             is_first = run.config.get("seed", 0) == runs[0].config.get("seed", 0)
             sheets = [sheet for sheet in sorted(run.folder.glob("*.png")) if is_first and sheet.name != FIGURE]
-            for path in (*(run.folder / name for name in (CONFIG, STARTS, HISTORY, PER_PROMPT, SUMMARY)), *sheets):
+            files = (CONFIG, STARTS, HISTORY, PER_PROMPT, SUMMARY, SAMPLES)
+            for path in (*(run.folder / name for name in files), *sheets):
                 if path.exists():
                     file.write(path, path.relative_to(root))
 

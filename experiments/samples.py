@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.run_folders import Run
+from experiments.run_folders import SAMPLES, Run
 
-SAMPLES = "samples.json"  # in a run's folder: heading -> cells, one for each sample
 WORST = 3  # samples with the lowest rewards, which the report always shows
 
 
@@ -18,7 +17,7 @@ def first_and_worst(rewards: Sequence[float], count: int) -> list[int]:
 
 
 def write_samples(folder: Path, columns: Mapping[str, Sequence[Any]], *, rewards: Sequence[float], count: int) -> Any:
-    """Writes samples.json, which `samples_of` reads.
+    """Writes samples.json, heading -> cells of one for each sample, which `samples_of` reads.
 
     Args:
         folder: Of the run.
