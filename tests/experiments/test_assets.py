@@ -290,14 +290,14 @@ about Rumpelstiltskin that day (he said so). He gave you the bread of the king.
 
 The king was very old.
 """
-WORDS = data.frequent_words([TEXT], min_count=1)
+FREQUENT = data.frequent_words([TEXT], min_count=1)
 
 
 def test_openings_are_cut_out_of_plain_narration():
-    openings = assets.sentence_openings([TEXT], WORDS, min_words=3, max_words=5, seed=0)
+    openings = assets.sentence_openings([TEXT], FREQUENT, min_words=3, max_words=5, seed=0)
     two_sentences = {"The old king", "The old king was", "The old king was very", "The old king was sad"}
     assert set(openings) == two_sentences | {"The king was", "The king was very"}
-    assert openings == assets.sentence_openings([TEXT], WORDS, min_words=3, max_words=5, seed=0)
+    assert openings == assets.sentence_openings([TEXT], FREQUENT, min_words=3, max_words=5, seed=0)
 
 
 def test_openings_have_no_rare_words():

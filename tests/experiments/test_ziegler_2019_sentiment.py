@@ -111,7 +111,7 @@ def test_ppo_on_a_learnt_reward_is_judged_by_the_true_one(
     assert abs(row["ppo/mean_scores"]) < 10
     assert summary["reward_before"] > 100
     assert summary["reward"] > 100
-    assert summary["choice_accuracy"] > 0.5  # of four; chance gives a quarter; 0.57 and more were seen
+    assert summary["choice_accuracy"] > 0.6  # of four; chance gives a quarter, ties more
     assert f"in {summary['choice_accuracy']:.0%} of other choices" in capsys.readouterr().out
 
 
