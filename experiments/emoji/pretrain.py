@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from experiments.emoji.drawings import BASE, CAPTIONS, SIZE, TRAINED, drawings, rendered
 from experiments.patch_vae import patch_autoencoder, patches, principal_components
+from experiments.small_flow import Draw
 from experiments.small_pipeline import (
     caption_tokens,
     denoising_loss,
@@ -23,6 +27,8 @@ LATENT_CHANNELS, TOKENS, TEXT_WIDTH = 10, 8, 64
 STEPS, BATCH, LEARNING_RATE, UNPROMPTED, AVERAGED = 1400, 64, 1.5e-3, 0.1, 0.995
 SHIPPED = Path(__file__).with_name("pipeline")
 NUMBERS = torch.tensor([CAPTIONS.index(caption) for caption in TRAINED])  # of the captions to pretrain on
+
+Pipeline = TypeVar("Pipeline")
 
 
 def main() -> None:
@@ -42,13 +48,29 @@ def pretrained_pipeline(drawn: Tensor, steps: int = STEPS, *, seed: int = 0) -> 
     Returns:
         A pipeline for images of 24x24 pixels, in float32.
     """
+
+    def make(vae: AutoencoderKL, draw: Draw, generator: torch.Generator) -> StableDiffusionPipeline:
+        pipeline = assemble(vae)
+        _pretrain(pipeline, draw, steps, generator)
+        return pipeline
+
+    return fitted(drawn, make, seed=seed)
+
+
+def fitted(drawn: Tensor, make: Callable[[AutoencoderKL, Draw, torch.Generator], Pipeline], *, seed: int) -> Pipeline:
+    """Makes a pipeline around a VAE that PCA sets.
+
+    Args:
+        drawn: A drawing for each of CAPTIONS: RGB and opacity, [144, 4, 64, 64].
+        make: Makes and trains the pipeline, from the VAE, from what draws a batch of latents and of their captions'
+            numbers, and from the generator for it.
+        seed: Determines images and weights.
+    """
     generator = torch.Generator().manual_seed(seed)
     mean, basis = weighed_components(drawn, generator)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipeline = assemble(patch_autoencoder(mean, basis, SIZE))
-        _pretrain(pipeline, mean, basis, drawn, steps, generator)
-    return pipeline
+        return make(patch_autoencoder(mean, basis, SIZE), partial(rendered_latents, drawn, mean, basis), generator)
 
 
 def weighed_components(drawn: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -94,21 +116,14 @@ def assemble(vae: AutoencoderKL) -> StableDiffusionPipeline:
     return stable_diffusion(vae, unet, word_tokenizer(CAPTIONS, TOKENS), prediction_type="v_prediction")
 
 
-def _pretrain(
-    pipeline: StableDiffusionPipeline,
-    mean: Tensor,
-    basis: Tensor,
-    drawn: Tensor,
-    steps: int,
-    generator: torch.Generator,
-) -> None:
+def _pretrain(pipeline: StableDiffusionPipeline, draw: Draw, steps: int, generator: torch.Generator) -> None:
     """Trains on new renderings at each step, and leaves the running average of the weights in the pipeline."""
     unet, text_encoder = pipeline.unet, pipeline.text_encoder
     tokens = caption_tokens(pipeline.tokenizer, [*CAPTIONS, ""])
     parameters = [*unet.parameters(), *text_encoder.parameters()]
 
     def loss() -> Tensor:
-        latents, chosen = rendered_latents(drawn, mean, basis, generator)
+        latents, chosen = draw(generator)
         chosen[torch.rand(BATCH, generator=generator) < UNPROMPTED] = len(CAPTIONS)
         return denoising_loss(pipeline, latents, text_encoder(tokens[chosen])[0], generator)
 

@@ -1,16 +1,14 @@
 """Pretrains a small Stable Diffusion 3 of emoji: `python -m experiments.emoji.pretrain_flow`."""
 
-from functools import partial
 from pathlib import Path
 
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from torch import Tensor
 
 from experiments.emoji.drawings import BASE, CAPTIONS, SIZE, drawings
-from experiments.emoji.pretrain import TOKENS, rendered_latents, weighed_components
-from experiments.patch_vae import patch_autoencoder
-from experiments.small_flow import flow_pipeline, pretrain
+from experiments.emoji.pretrain import TOKENS, fitted
+from experiments.small_flow import Draw, flow_pipeline, pretrain
 from experiments.small_pipeline import save_in_half_precision, word_tokenizer
 
 SHIPPED = Path(__file__).with_name("flow")
@@ -24,24 +22,15 @@ def main() -> None:
 
 
 def pretrained_flow(drawn: Tensor, steps: int = STEPS, *, seed: int = 0) -> StableDiffusion3Pipeline:
-    """Fits a pipeline to drawings: sets the VAE by PCA, and trains text encoder and transformer by flow matching.
+    """Fits a pipeline to drawings, as `pretrained_pipeline` does: its transformer learns by flow matching."""
 
-    Args:
-        drawn: A drawing for each of CAPTIONS: RGB and opacity, [144, 4, 64, 64].
-        steps: Updates.
-        seed: Determines images and weights.
-
-    Returns:
-        A pipeline for images of 24x24 pixels, in float32.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    mean, basis = weighed_components(drawn, generator)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        vae, tokenizer = patch_autoencoder(mean, basis, SIZE), word_tokenizer(CAPTIONS, TOKENS)
+    def make(vae: AutoencoderKL, draw: Draw, generator: torch.Generator) -> StableDiffusion3Pipeline:
+        tokenizer = word_tokenizer(CAPTIONS, TOKENS)
         pipeline = flow_pipeline(vae, tokenizer, size=SIZE // 2, patch=2, layers=6, width=128)
-        pretrain(pipeline, partial(rendered_latents, drawn, mean, basis), CAPTIONS, steps, generator)
-    return pipeline
+        pretrain(pipeline, draw, CAPTIONS, steps, generator)
+        return pipeline
+
+    return fitted(drawn, make, seed=seed)
 
 
 if __name__ == "__main__":
