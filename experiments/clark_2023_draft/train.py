@@ -56,6 +56,7 @@ CONFIGS: dict[str, type[PipelineConfig]] = {
     "diffusion_dpo": DiffusionDPOConfig,
 }
 METHODS = {"unet": ("ddpo", "nft", "draft", "diffusion_dpo"), "flow": ("flow_grpo", "nft", "draft", "diffusion_dpo")}
+KNOWN = "; ".join(f"--base {base}: {', '.join(methods)}" for base, methods in METHODS.items())
 EARLY = 1 / 4  # of the evaluations: once they are spent, a run with a reward is measured during its training
 
 
@@ -68,10 +69,7 @@ class RunConfig:
     )
     method: str = field(
         default="draft",
-        metadata={
-            "help": "draft is AlignPropTrainer, and flow_grpo DDPOTrainer on a flow; "
-            + "; ".join(f"of {base}: {', '.join(methods)}" for base, methods in METHODS.items())
-        },
+        metadata={"help": f"draft is AlignPropTrainer, and flow_grpo DDPOTrainer on a flow. The methods are {KNOWN}."},
     )
     reward: str = field(
         default="warmth",
@@ -142,11 +140,8 @@ class Drift:
         self, pipeline: DDPOStableDiffusionPipeline, images: Tensor, captions: Sequence[str], seed: int
     ) -> None:
         generator, vae = torch.Generator().manual_seed(seed), pipeline.sd_pipeline.vae
-        call = {
-            "num_inference_steps": 2,
-            "guidance_scale": 1.0,
-            "output_type": "latent",
-        }  # shows what the denoiser gets
+        # A short sampling shows with which conditions the pipeline calls its denoiser.
+        call = {"num_inference_steps": 2, "guidance_scale": 1.0, "output_type": "latent"}
         path = pipeline(list(captions), generator=torch.Generator().manual_seed(seed), **call).trajectories
         rows = torch.arange(len(images))
         self.conditions = sampled_pairs(path, pipeline.device, rows, torch.zeros_like(rows)).conditions
@@ -218,9 +213,8 @@ def main(run: RunConfig, *configs: PipelineConfig) -> None:
         configs: one of each class in CONFIGS, in their order.
     """
     if run.method not in METHODS.get(run.base, ()) or run.reward not in ("warmth", CONTROL):
-        known = "; ".join(f"--base {base}: {', '.join(methods)}" for base, methods in METHODS.items())
         raise SystemExit(
-            f"--base {run.base} --method {run.method} --reward {run.reward}: the methods are {known}. The rewards are "
+            f"--base {run.base} --method {run.method} --reward {run.reward}: the methods are {KNOWN}. The rewards are "
             f"warmth and {CONTROL}."
         )
     config = configs[[*CONFIGS].index(run.method)]
@@ -270,9 +264,9 @@ def main(run: RunConfig, *configs: PipelineConfig) -> None:
     report_on_run(TITLE, CLAIM, read, [folder])
 
 
-def settings(argv: Sequence[str] | None = None, *, recipe: Path = RECIPE, **changes: object) -> tuple[Any, ...]:
+def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[Any, ...]:
     """The settings of a run: see `from_recipe`."""
-    return from_recipe(recipe, RunConfig, *CONFIGS.values(), argv=argv, **changes)
+    return from_recipe(RECIPE, RunConfig, *CONFIGS.values(), argv=argv, **changes)
 
 
 if __name__ == "__main__":

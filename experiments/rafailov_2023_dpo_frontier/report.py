@@ -31,7 +31,8 @@ Seeds = dict[int, list[Point]]
 def read(runs: Sequence[Run]) -> Report:
     """Reads the most reward of each method and seed within each budget of KL, and its share of the attainable gain."""
     methods, rewards = by_method(runs), bank_rewards(runs, sentiment)
-    optimum = None if rewards is None else attainable(rewards)
+    references = {} if rewards is None else {"attainable": attainable(rewards), "best of n": best_of_n(rewards)}
+    optimum = references.get("attainable")
     measured: dict[str, Numbers] = {}
     for name, seeds in methods.items():
         for budget in BUDGETS:
@@ -47,7 +48,6 @@ def read(runs: Sequence[Run]) -> Report:
         "efficiency": "The gain of the most reward within a budget, divided by the attainable gain.",
     }
     samples = samples_of({method_of(run): run for run in reversed(runs)})
-    references = {} if rewards is None or optimum is None else {"attainable": optimum, "best of n": best_of_n(rewards)}
     figures = {"figure": figure(methods, scored(runs), references)}
     if optimum is not None:
         figures["efficiency"] = efficiency_figure(methods, optimum)
