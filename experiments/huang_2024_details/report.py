@@ -1,19 +1,21 @@
 """Judges what each detail of PPO changes: `python -m experiments.huang_2024_details.report FOLDER ...`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
+from typing import Any, Literal
 
 from matplotlib import pyplot as plt
 
 from experiments.claims import Claim, Numbers
 from experiments.huang_2024_details.details import DETAILS
 from experiments.margins import margin_fields
-from experiments.reports import Report, main, seeds_in_words, spread
+from experiments.reports import Report, main, seeds_in_words
 from experiments.run_folders import Run, of_seeds
 from experiments.samples import samples_of
 from experiments.sentiment_ppo import EVAL_KL, EVAL_REWARD
+from experiments.statistics import sample_of
 
 PAPER = "huang_2024_details"
 SCALE = "15M parameters"
@@ -23,6 +25,7 @@ CLAIM = (
     "whether RLHF works, others hardly matter. Here each is changed alone, and compared with the recipe at equal KL."
 )
 EARLY = 3  # steps of PPO, which are 12 updates
+Kind = Literal["more", "less", "little"]
 Groups = Mapping[str, Mapping[int, Run]]  # setting -> seed -> run
 
 
@@ -60,7 +63,7 @@ def looks(run: Run) -> list[tuple[float, float]]:
     return [ends[0], *zip(kls, rewards, strict=True), ends[1]]
 
 
-REWARD = Quantity("reward at equal KL", "reward", "reward", at_equal_kl)
+REWARD = Quantity("reward at equal KL", "reward", "reward at equal KL", at_equal_kl)
 FINAL_KL = Quantity("KL at the end", "nats", "KL", lambda run, _: run.summary["kl"])
 ENDED = Quantity("share of responses that ended", "share", "ended", lambda run, _: run.summary["ended"])
 MOVED = Quantity(
@@ -71,55 +74,35 @@ MOVED = Quantity(
 )
 WRITE_UP = "the 2023 write-up, policy training"
 
-# setting -> what changes, the quantity, the kind of claim, its origin, its place, the authors' words for the size
-EXPECTED: dict[str, list[tuple[str, Quantity, str, str, str, str]]] = {
-    "logprob_temperature=1.0": [
-        (
-            "log-probabilities at the wrong temperature: more KL",
-            FINAL_KL,
-            "more",
-            "adapted",
-            f"{WRITE_UP}, 1",
-            "not stated",
-        ),
-        (
-            "log-probabilities at the wrong temperature: less reward",
-            REWARD,
-            "less",
-            "adapted",
-            f"{WRITE_UP}, 1",
-            "not stated",
-        ),
-    ],
-    "adam_epsilon=1e-08": [
-        (
-            "Adam's epsilon 1e-8: larger early updates than 1e-5",
-            MOVED,
-            "more",
-            "adapted",
-            "the 2023 write-up, Adam",
-            "",
-        ),
-    ],
-    "missing_eos_penalty=None": [
-        (
-            "no penalty for a missing end: fewer responses end",
-            ENDED,
-            "less",
-            "adapted",
-            "section 7, EOS trick",
-            "not stated",
-        ),
-    ],
-    "whiten_advantages=False": [("advantages not whitened: less reward", REWARD, "less", "ours", "", "")],
-    "whiten_rewards=True": [("rewards whitened: matters little", REWARD, "little", "ours", "", "")],
+
+# setting -> its words
+WORDS = {
+    "whiten_advantages=False": "advantages not whitened",
+    "whiten_rewards=True": "rewards whitened",
+    "random_value_head=True": "value head starts from random weights",
+    "cliprange_value=1000.0": "values not clipped",
+    "value_learning_rate=0.0003": "value head learns ten times as fast",
+    "kl_in_loss=True": "KL in the loss (k3)",
+    "kl_penalty=mse": "KL by k2 in place of k1",
+    "kl_penalty=k3": "KL by k3 in place of k1",
+    "adam_epsilon=1e-08": "Adam's epsilon 1e-8 in place of 1e-5",
+    "anneal_learning_rate=True": "learning rate falls to 0",
+    "logprob_temperature=1.0": "log-probabilities at the wrong temperature",
+    "missing_eos_penalty=None": "no penalty for a missing end",
+    "ppo_epochs=4": "four epochs in place of two",
+    "batch_size=128": "batch four times as large",
+    "dropout=0.1": "dropout 0.1 in the updates",
+    "reference_decay=0.9": "reference follows the policy",
 }
-STABILITY: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {  # heading -> logged name, how to reduce it
-    "largest mean ratio": ("ppo/policy/ratio", max),
-    "ratios clipped": ("ppo/policy/clipfrac", fmean),
-    "values clipped": ("ppo/val/clipfrac", fmean),
-    "largest gradient": ("ppo/grad_norm", max),
-    "variance explained, late": ("ppo/val/var_explained", lambda steps: fmean(steps[-max(1, len(steps) // 3) :])),
+
+# setting -> for each effect that the authors state: its name, the quantity, the kind of claim, its place, its size
+STATED: dict[str, list[tuple[str, Quantity, Kind, str, str]]] = {
+    "logprob_temperature=1.0": [
+        ("more KL", FINAL_KL, "more", f"{WRITE_UP}, 1", "not stated"),
+        ("less reward", REWARD, "less", f"{WRITE_UP}, 1", "not stated"),
+    ],
+    "adam_epsilon=1e-08": [("larger early updates", MOVED, "more", "the 2023 write-up, Adam", "")],
+    "missing_eos_penalty=None": [("fewer responses end", ENDED, "less", "section 7, EOS trick", "not stated")],
 }
 
 
@@ -135,22 +118,29 @@ def read(runs: Sequence[Run]) -> Report:
         claim = "the recipe: the reward rises"
         fields = margin_fields(PAPER, "reward") | {"trivial": "the reward is optimised", "scale": SCALE}
         claims.append(Claim(claim, ("reward after, recipe", "reward before, recipe"), "more", **fields))
-    for setting, expected in EXPECTED.items():
+    for setting, words in WORDS.items():
         pairs = {seed: (run, recipe[seed]) for seed, run in groups.get(setting, {}).items() if seed in recipe}
-        for text, quantity, kind, origin, place, number in expected if pairs else ():
+        for effect, quantity, kind, fields in expected(setting) if pairs else ():
             names = f"{quantity.name}, {setting}", f"{quantity.name}, recipe beside {setting}"
             measured[names[0]] = {seed: quantity.value(run, base) for seed, (run, base) in pairs.items()}
             measured[names[1]] = {seed: quantity.value(base, run) for seed, (run, base) in pairs.items()}
-            fields = margin_fields(PAPER, quantity.margin) | {"scale": SCALE if origin == "adapted" else ""}
-            claims.append(Claim(text, names, kind, **fields, origin=origin, place=place, number=number))
+            claims.append(Claim(f"{words}: {effect}", names, kind, **margin_fields(PAPER, quantity.margin), **fields))
     firsts = {setting: next(iter(group.values())) for setting, group in groups.items()}
     seeds = seeds_in_words(len({run.config["seed"] for run in runs}))
     captions = {
-        "figure": f"Differences to the recipe with the same seed; a dot is one of {seeds}, a bar their median.",
-        "effects": f"Medians and ranges of {seeds}.",
+        "figure": f"Means of {seeds} and their 95% intervals, before the correction for the number of details. Between "
+        "the dotted lines an effect does not matter."
     }
-    figures = {"figure": figure(groups), "effects": effects_figure(groups)}
-    return Report(measured, claims, figures, captions, samples_of(firsts))
+    return Report(measured, claims, {"figure": figure(groups)}, captions, samples_of(firsts))
+
+
+def expected(setting: str) -> Iterator[tuple[str, Quantity, Kind, dict[str, Any]]]:
+    """The effects by which a setting is judged: in words, the quantity, the kind and the origin of the claim."""
+    stated = STATED.get(setting, [])
+    for effect, quantity, kind, place, number in stated:
+        yield effect, quantity, kind, {"origin": "adapted", "place": place, "number": number, "scale": SCALE}
+    if all(quantity is not REWARD for _, quantity, *_ in stated):
+        yield "the reward at equal KL hardly changes", REWARD, "little", {"origin": "ours"}
 
 
 def by_setting(runs: Sequence[Run]) -> Groups:
@@ -159,7 +149,7 @@ def by_setting(runs: Sequence[Run]) -> Groups:
     for run in runs:
         changed = [f"{name}={run.config[name]}" for name, value in DETAILS.items() if run.config[name] != value]
         lists.setdefault(", ".join(changed) or "recipe", []).append(run)
-    order = ["recipe", *EXPECTED]
+    order = ["recipe", *WORDS]
     names = sorted(lists, key=lambda name: order.index(name) if name in order else len(order))
     return {name: of_seeds(lists[name], lambda run: run) for name in names}
 
@@ -174,51 +164,30 @@ def differences(groups: Groups, setting: str, quantity: Quantity) -> list[float]
     ]
 
 
-# The table and the figures ---------------------------------------------------------------------------------------
-
-
-def effects(groups: Groups) -> dict[str, list[str]]:
-    """Returns the table of effects: heading -> a cell per setting. Differences are to the recipe with the same seed."""
-    columns: dict[str, list[str]] = {"setting": list(groups)}
-    for name, form in (("reward", ".2f"), ("kl", ".1f"), ("ended", ".2f")):
-        columns[name] = [spread([run.summary[name] for run in group.values()], form) for group in groups.values()]
-    gaps = [differences(groups, setting, REWARD) for setting in groups]
-    columns["reward at equal KL, difference"] = [spread(seeds, "+.2f") if seeds else "" for seeds in gaps]
-    for heading, (name, reduce) in STABILITY.items():
-        steps = [[run.curve("step", name)[1] for run in group.values()] for group in groups.values()]
-        columns[heading] = [f"{median(map(reduce, seeds)):.2f}" if all(seeds) else "" for seeds in steps]
-    return columns
+# The figure -------------------------------------------------------------------------------------------------------
 
 
 def figure(groups: Groups) -> plt.Figure:
-    """Plots the differences to the recipe in reward at equal KL, KL, and ended responses; a dot is a seed."""
-    changed = [setting for setting in groups if setting != "recipe"]
-    panels = (REWARD, FINAL_KL, ENDED)
-    plot, axes = plt.subplots(1, len(panels), figsize=(12, 1.4 + 0.4 * len(groups)), layout="constrained", sharey=True)
-    for axis, quantity in zip(axes, panels, strict=True):
-        for row, setting in enumerate(changed):
-            if seeds := differences(groups, setting, quantity):
-                axis.scatter(seeds, [row] * len(seeds), s=22, alpha=0.7, color=f"C{row % 10}")
-                axis.scatter(median(seeds), row, s=260, marker="|", color=f"C{row % 10}", linewidth=2)
-        axis.axvline(0, color="tab:gray", linewidth=0.8)
-        axis.set_title(quantity.name, fontsize=10)
-        axis.set_xlabel(f"difference to the recipe ({quantity.unit})")
+    """Plots what each change does to the reward at equal KL and to the KL at the end: mean, interval and each seed."""
+    rows = [setting for setting in groups if setting != "recipe" and differences(groups, setting, REWARD)]
+    plot, axes = plt.subplots(1, 2, figsize=(9, 1.2 + 0.27 * max(len(rows), 2)), layout="constrained", sharey=True)
+    for letter, axis, quantity in zip("ab", axes, (REWARD, FINAL_KL), strict=True):
+        for row, setting in enumerate(rows):
+            seeds = differences(groups, setting, quantity)
+            axis.scatter(seeds, [row] * len(seeds), s=8, alpha=0.4, color="tab:gray", linewidth=0)
+            low, high = sample_of(seeds).interval() if len(seeds) > 1 else (seeds[0], seeds[0])
+            axis.plot([low, high], [row, row], color="C0", linewidth=2)
+            axis.scatter(fmean(seeds), row, s=24, color="C0", zorder=3)
+        axis.axvline(0, color="black", linewidth=0.8)
+        for edge in (-1, 1):
+            axis.axvline(
+                edge * margin_fields(PAPER, quantity.margin)["matters"], color="C3", linewidth=0.8, linestyle=":"
+            )
+        axis.set_title(f"{letter}  {quantity.name}", fontsize=10, loc="left")
+        axis.set_xlabel(f"minus the recipe's ({quantity.unit})")
         axis.grid(alpha=0.3)
-    axes[0].set_yticks(range(len(changed)), changed)
+    axes[0].set_yticks(range(len(rows)), [WORDS.get(setting, setting) for setting in rows])
     axes[0].invert_yaxis()
-    return plot
-
-
-def effects_figure(groups: Groups) -> plt.Figure:
-    """Renders the table of effects as a figure."""
-    columns = effects(groups)
-    plot, axis = plt.subplots(figsize=(17, 0.7 + 0.3 * len(groups)), layout="constrained")
-    axis.axis("off")
-    table = axis.table(list(zip(*columns.values(), strict=True)), colLabels=list(columns), loc="center")
-    table.auto_set_font_size(False)
-    table.set_fontsize(8)
-    table.auto_set_column_width(range(len(columns)))
-    table.scale(1, 1.3)
     return plot
 
 
