@@ -31,12 +31,12 @@ ZERO := tests/lm/sharded/test_deepspeed.py tests/diffusion/test_ddpo_deepspeed.p
 SOURCES := $(wildcard packages experiments examples tests tools docs/_extensions)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce test test-slow test-downloads test-lowest test-newest newest test-distributed test-sharded test-vllm test-deepspeed test-accelerator test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
+.PHONY: help setup demo reproduce gate test test-slow test-downloads test-lowest test-newest newest test-distributed test-sharded test-vllm test-deepspeed test-accelerator test-scripts signals health fuzz long-runs audit release check format sizes bench chaos chaos-short gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce, test, bench and chaos), JOBS=$(JOBS) (for test), TORCH=torch (for newest: its newest build too)"
+	@echo "  variables: PYTHON=/path/to/python3 (for setup), ARGS='...' (for demo, reproduce, gate, test, bench and chaos), JOBS=$(JOBS) (for test), TORCH=torch (for newest: its newest build too)"
 
 setup: $(STAMP) ## make .venv and install the four packages, the experiments and the tools
 	@echo "ready: $$($(PY) --version) in $(VENV)"
@@ -46,6 +46,9 @@ demo: $(STAMP) ## teach a small model to write positive text (PPO, one CPU, W&B 
 
 reproduce: $(STAMP) ## judge the papers' claims, and write the table (90 minutes on two cores; ARGS='--tier smoke': five)
 	$(PY) -m experiments.reproduce $(ARGS)
+
+gate: $(STAMP) ## repeat committed runs of five known effects, and stop at a lost or changed one (half an hour)
+	$(PY) -m experiments.gate $(ARGS)
 
 test: $(STAMP) ## run the tests, JOBS at a time (other commands run those marked slow, gpu, vllm and distributed)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --durations=10 $(ARGS)

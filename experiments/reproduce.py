@@ -1,8 +1,8 @@
 """Runs the papers' experiments and judges their claims: `make reproduce`.
 
 A tier is a size: smoke (minutes, shows that everything runs and decides nothing), default (90 minutes on two cores),
-overnight and gpu. For each paper this program runs the sweeps of the tier, experiments/<paper>/smoke*.yaml,
-reproduce*.yaml, overnight*.yaml or sweep_gpu*.yaml, and then report.py over their runs, while the next paper's sweeps
+overnight, gpu, and gate, which gate.py reads. For each paper this program runs the sweeps of the tier, such as
+experiments/<paper>/reproduce*.yaml (see TIERS), and then report.py over their runs, while the next paper's sweeps
 begin. It does not repeat runs in runs/reproduce/<tier> that have finished; remove that folder to start over. Without a
 GPU, the runs of a sweep are forked from one process that has imported their libraries. The default tier writes the
 verdicts, the figures and the numbers into each paper's folder, and so does the overnight tier where the paper's README
@@ -39,7 +39,13 @@ from trimtab_cli.sweep.spec import SweepError
 from trimtab_cli.sweep.study import read_study, trials_of
 
 RUNS = Path("runs", "reproduce")
-TIERS = {"smoke": "smoke*.yaml", "default": "reproduce*.yaml", "overnight": "overnight*.yaml", "gpu": "sweep_gpu*.yaml"}
+TIERS = {
+    "smoke": "smoke*.yaml",
+    "default": "reproduce*.yaml",
+    "overnight": "overnight*.yaml",
+    "gpu": "sweep_gpu*.yaml",
+    "gate": "gate*.yaml",
+}
 ORIGINS: dict[Origin, str] = {
     "paper": "the paper's, on its task and at its size",
     "adapted": "the paper's, adapted to another model, task or size",
