@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, Literal
 
 import matplotlib
@@ -21,6 +22,7 @@ matplotlib.use("Agg")  # files only: the machine may have no display
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 PAGE = "report.html"
 # With this policy the browser loads nothing but the file itself.
@@ -93,6 +95,26 @@ def on_common_x(seeds: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
     return common, np.stack([np.interp(common, xs, ys) for xs, ys in pairs])
 
 
+def panels(headings: Sequence[str], *, height: float = 3.6, **options: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel for each heading, in reading order, two in a row, with letters where there are several.
+
+    Args:
+        headings: Of the panels, at least one.
+        height: Of a row, in inches. A row is 9 inches wide, so that text of 9 points stays legible at 900 pixels.
+        options: Of matplotlib's subplots, such as sharey.
+    """
+    across = min(2, len(headings))
+    down = -(-len(headings) // across)
+    size = 4.5 * across, height * down
+    plot, grid = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False, **options)
+    axes: list[Axes] = list(grid.flat)
+    for surplus in axes[len(headings) :]:
+        surplus.remove()
+    for letter, axis, heading in zip(ascii_lowercase, axes, headings, strict=False):
+        axis.set_title(f"({letter}) {heading}" if across > 1 else heading, fontsize=10)
+    return plot, axes[: len(headings)]
+
+
 def curves(axis: Axes, runs: Mapping[str, Sequence[Curve]]) -> None:
     """Plots for each label the median over its seeds, and a band from the lower to the upper quartile.
 
@@ -147,7 +169,7 @@ def frontier(axis: Axes, points: Mapping[str, Sequence[Point]]) -> None:
 
 def _finish_axis(axis: Axes) -> None:
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=9)
 
 
 # Pictures --------------------------------------------------------------------------------------------------------
@@ -225,30 +247,37 @@ def file_of(figure: Figure, form: Literal["png", "pdf"]) -> bytes:
 
 
 def panels_of(figure: Figure, picture: bytes) -> list[bytes]:
-    """Cuts the PNG of a figure with several panels in one row into one PNG each, which a narrow page can stack.
+    """Cuts the PNG of a figure into a PNG of each panel, which a narrow page can stack.
 
     Args:
         figure: The figure, which is drawn.
         picture: Its PNG.
 
     Returns:
-        The panels from left to right; the picture itself where the panels are not in one row or share a legend.
+        The panels in reading order; the picture itself where panels share a legend or a title, or stand in no grid.
     """
     cells = [axis.get_subplotspec() for axis in figure.axes]
-    is_row = all(cell is not None and cell.get_gridspec().nrows == 1 for cell in cells)
-    if len(cells) < 2 or not is_row or figure.legends or figure.get_suptitle():
+    if len(cells) < 2 or None in cells or figure.legends or figure.get_suptitle():
         return [picture]
-    boxes = [box for axis in figure.axes if (box := axis.get_tightbbox())]
-    boxes.sort(key=lambda box: box.x0)
+    rows: dict[int, list[Bbox]] = {}
+    for cell, axis in zip(cells, figure.axes, strict=True):
+        if cell is not None and (box := axis.get_tightbbox()):
+            rows.setdefault(cell.rowspan.start, []).append(box)
     whole = Image.open(io.BytesIO(picture))
-    between = [(left.x1 + right.x0) / 2 / figure.bbox.width for left, right in pairwise(boxes)]
-    edges = [round(share * whole.width) for share in (0, *between, 1)]
-    panels = []
-    for start, end in pairwise(edges):
-        buffer = io.BytesIO()
-        whole.crop((start, 0, end, whole.height)).save(buffer, "PNG")
-        panels.append(buffer.getvalue())
-    return panels
+    ordered = [sorted(rows[number], key=lambda box: box.x0) for number in sorted(rows)]
+    lines = [
+        (min(box.y0 for box in upper) + max(box.y1 for box in lower)) / 2 / figure.bbox.height
+        for upper, lower in pairwise(ordered)
+    ]
+    heights = [round((1 - share) * whole.height) for share in (1, *lines, 0)]
+    cut = []
+    for boxes, (top, bottom) in zip(ordered, pairwise(heights), strict=True):
+        between = [(left.x1 + right.x0) / 2 / figure.bbox.width for left, right in pairwise(boxes)]
+        for start, end in pairwise(round(share * whole.width) for share in (0, *between, 1)):
+            buffer = io.BytesIO()
+            whole.crop((start, top, end, bottom)).save(buffer, "PNG")
+            cut.append(buffer.getvalue())
+    return cut
 
 
 def page(

@@ -328,7 +328,7 @@ def finish(trainer: Trainer, title: str, panels: Mapping[str, Sequence[str]], su
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
         if len(names) > 1:
-            axis.legend(frameon=False, fontsize=8)
+            axis.legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
     figure.savefig(folder / FIGURE, dpi=130)
     plt.close(figure)

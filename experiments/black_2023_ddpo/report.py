@@ -238,7 +238,7 @@ def against_quality(axis: Axes, reward: str, groups: Methods) -> None:
     axis.set_xlabel("quality (% of the base model's)")
     axis.set_ylabel("change (% of the reachable range)")
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=9)
 
 
 def pictures(rewards: Mapping[str, Methods]) -> plt.Figure:

@@ -34,6 +34,7 @@ from experiments.emoji.judging import (
     reachable,
     with_controls,
 )
+from experiments.figures import panels
 from experiments.margins import margin_fields
 from experiments.reports import Report, main, seeds_in_words
 from experiments.run_folders import Run, by, of_seeds
@@ -81,8 +82,8 @@ def read(runs: Sequence[Run]) -> Report:
         "the first captions.",
         "figure": "Trainings as paths from the base model, before, during and after; means of "
         f"{seeds_in_words(len(by(runs, 'seed')))}. The change of warmth is in per cent of the way to the best of 64 "
-        "samples of the base model. Left: quality is the share of pictures in which the classifier finds name and "
-        f"colour of the caption; dashed: {KEPT:.0f}% of the base model's. Right: the squared difference of the "
+        "samples of the base model. (a) Quality is the share of pictures in which the classifier finds name and "
+        f"colour of the caption; dashed: {KEPT:.0f}% of the base model's. (b) The squared difference of the "
         "denoiser's predictions from the base model's, on the base model's noised samples.",
     }
     return Report(measured, [*claims()], {"pictures": pictures(groups), "figure": figure(shown)}, captions)
@@ -159,7 +160,7 @@ def fields(paper: str, measure: str) -> dict[str, Any]:
 
 def figure(groups: Methods) -> plt.Figure:
     """Plots warmth against quality, and against the distance from the base model."""
-    plot, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
+    plot, axes = panels(("against quality", "against the distance from the base model"), height=4, sharey=True)
     colours: dict[str, Any] = {}
     for name, group in groups.items():
         method, _, is_control = name.partition(", ")
@@ -172,7 +173,7 @@ def figure(groups: Methods) -> plt.Figure:
     label(axes[0], "quality (% of the base model's)")
     label(axes[1], "distance (% of the prediction's mean square)")
     axes[0].set_ylabel("change of warmth (% of the reachable range)")
-    axes[1].legend(frameon=False, fontsize=8)
+    axes[1].legend(frameon=False, fontsize=9)
     return plot
 
 

@@ -7,7 +7,7 @@ from matplotlib import pyplot as plt
 
 from experiments.claims import Claim, Numbers
 from experiments.dong_2023_raft.measures import DISTINCT, NATS
-from experiments.figures import Curve, curves
+from experiments.figures import Curve, curves, panels
 from experiments.margins import margin_fields
 from experiments.reports import Report, main
 from experiments.run_folders import Run, by, of_seeds
@@ -34,9 +34,9 @@ def read(runs: Sequence[Run]) -> Report:
         measured[f"nats, {name}"] = of_seeds(group, lambda run: run.per_prompt[NATS])
         measured[f"distinct-2, {name}"] = of_seeds(group, lambda run: run.summary[DISTINCT])
     caption = (
-        f"{len(by(runs, 'seed'))} seeds; medians, bands from the lower to the upper quartile. Left: the reward of "
-        "held-out openings after each round of RAFT. Middle: the reward of the samples during training, over the "
-        "samples that were scored so far. Right: reward and nats per token under the reference after training, a dot "
+        f"{len(by(runs, 'seed'))} seeds; medians, bands from the lower to the upper quartile. (a) The reward of "
+        "held-out openings after each round of RAFT. (b) The reward of the samples during training, over the "
+        "samples that were scored so far. (c) Reward and nats per token under the reference after training, a dot "
         "for each seed."
     )
     samples = samples_of({name: group[0] for name, group in groups.items()})
@@ -149,7 +149,7 @@ def over_samples(run: Run) -> Curve:
 
 def figure(groups: Groups) -> plt.Figure:
     """Plots the reward over rounds and over samples, and reward against nats per token after training."""
-    plot, (rounds, samples, ends) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    plot, (rounds, samples, ends) = panels(("held-out openings", "samples of training", "after training"))
     raft = {name: group for name, group in groups.items() if name != "PPO"}
     if raft:
         curves(rounds, {name: [run.curve("round", "eval_reward") for run in group] for name, group in raft.items()})
@@ -161,12 +161,10 @@ def figure(groups: Groups) -> plt.Figure:
             label=name,
             s=18,
         )
-    ends.legend(frameon=False, fontsize=8)
+    ends.legend(frameon=False, fontsize=9)
     ends.grid(alpha=0.3)
-    headings = ("held-out openings", "samples of training", "after training")
     labels = ("rounds done", "samples scored", "nats per token under the reference")
-    for axis, heading, label in zip((rounds, samples, ends), headings, labels, strict=True):
-        axis.set_title(heading, fontsize=10)
+    for axis, label in zip((rounds, samples, ends), labels, strict=True):
         axis.set_xlabel(label)
         axis.set_ylabel("reward (VADER, -1 to 1)")
     return plot

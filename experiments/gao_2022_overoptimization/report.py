@@ -11,6 +11,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from experiments.claims import Claim, Numbers
+from experiments.figures import panels
 from experiments.gao_2022_overoptimization import best_of_n
 from experiments.gao_2022_overoptimization.curve import BEST_OF_N, FORMS, RL, Fit, Form, fit, running_mean
 from experiments.margins import margin_fields
@@ -225,9 +226,9 @@ def claims_about(few: int, many: int) -> Iterator[Claim]:
 def caption(seeds: int) -> str:
     """What the figure shows."""
     return (
-        f"Left: RL; a dot is a batch, the solid line the fit to gold of all {seeds} seeds, the dashed line the "
-        "proxy's mean over the seeds. Middle: best-of-n for proxies of different numbers of labels, means over the "
-        f"prompts and {seeds} seeds; lines: the fits. Right: one dot for each proxy of best-of-n, all numbers of "
+        f"(a) RL; a dot is a batch, the solid line the fit to gold of all {seeds} seeds, the dashed line the "
+        "proxy's mean over the seeds. (b) Best-of-n for proxies of different numbers of labels, means over the "
+        f"prompts and {seeds} seeds; lines: the fits. (c) One dot for each proxy of best-of-n, all numbers of "
         "labels and seeds; the line is a regression. Scores are in deviations of the initial policy's samples, so that "
         "the paper's points, on another scale, are not shown."
     )
@@ -235,7 +236,8 @@ def caption(seeds: int) -> str:
 
 def figure(rl: Mapping[int, Sequence[Course]], banks: Sequence[Sequence[best_of_n.Curve]]) -> plt.Figure:
     """Plots the paper's figure 1 for RL and best-of-n, and best-of-n's gold over the proxies' correlation."""
-    plot, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    titles = ("RL: gold (solid, fitted) and proxy (dashed)", "best-of-n: gold", "best-of-n at the largest n")
+    plot, (left, middle, right) = panels(titles)
     for i, (labels, courses) in enumerate(rl.items()):
         distances, golds, proxies = (
             list(chain.from_iterable(getattr(course, name) for course in courses))
@@ -258,10 +260,8 @@ def figure(rl: Mapping[int, Sequence[Course]], banks: Sequence[Sequence[best_of_
         line = np.polyfit(xs, ys, 1)
         label = f"R$^2$ = {np.corrcoef(xs, ys)[0, 1] ** 2:.2f}"
         right.plot(np.sort(xs), np.polyval(line, np.sort(xs)), color="tab:gray", label=label)
-        right.legend(frameon=False, fontsize=8)
-    titles = ("RL: gold (solid, fitted) and proxy (dashed)", "best-of-n: gold", "best-of-n at the largest n")
-    for axis, title in zip((left, middle, right), titles, strict=True):
-        axis.set_title(title, fontsize=10)
+        right.legend(frameon=False, fontsize=9)
+    for axis in (left, middle, right):
         axis.axhline(0, color="tab:gray", linewidth=0.8)
         axis.set(xlabel="d, the root of the KL (root of nats)", ylabel="gain of the score (deviations)")
         axis.grid(alpha=0.3)
@@ -273,7 +273,7 @@ def fitted(axis: Axes, curve: Fit, end: float, color: str, name: str) -> None:
     """Plots a fitted curve from 0 to `end`, with its quality in the legend."""
     xs = [end * i / 100 for i in range(101)]
     axis.plot(xs, list(map(curve, xs)), color=color, label=f"{name} (R$^2$ = {curve.quality:.2f})")
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=9)
 
 
 def binned(xs: Sequence[float], ys: Sequence[float], *, width: float = 0.75) -> tuple[list[float], list[float]]:

@@ -1,7 +1,7 @@
 """Judges what each detail of PPO changes: `python -m experiments.huang_2024_details.report FOLDER ...`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal
@@ -9,6 +9,7 @@ from typing import Any, Literal
 from matplotlib import pyplot as plt
 
 from experiments.claims import Claim, Numbers
+from experiments.figures import panels
 from experiments.huang_2024_details.details import DETAILS
 from experiments.margins import margin_fields
 from experiments.reports import Report, main, seeds_in_words
@@ -99,7 +100,7 @@ WORDS = {
 STATED: dict[str, list[tuple[str, Quantity, Kind, str, str]]] = {
     "logprob_temperature=1.0": [
         ("more KL", FINAL_KL, "more", f"{WRITE_UP}, 1", "not stated"),
-        ("less reward", REWARD, "less", f"{WRITE_UP}, 1", "not stated"),
+        ("less reward", replace(REWARD, margin="reward"), "less", f"{WRITE_UP}, 1", "not stated"),
     ],
     "adam_epsilon=1e-08": [("larger early updates", MOVED, "more", "the 2023 write-up, Adam", "")],
     "missing_eos_penalty=None": [("fewer responses end", ENDED, "less", "section 7, EOS trick", "not stated")],
@@ -139,7 +140,7 @@ def expected(setting: str) -> Iterator[tuple[str, Quantity, Kind, dict[str, Any]
     stated = STATED.get(setting, [])
     for effect, quantity, kind, place, number in stated:
         yield effect, quantity, kind, {"origin": "adapted", "place": place, "number": number, "scale": SCALE}
-    if all(quantity is not REWARD for _, quantity, *_ in stated):
+    if all(quantity.name != REWARD.name for _, quantity, *_ in stated):
         yield "the reward at equal KL hardly changes", REWARD, "little", {"origin": "ours"}
 
 
@@ -170,8 +171,10 @@ def differences(groups: Groups, setting: str, quantity: Quantity) -> list[float]
 def figure(groups: Groups) -> plt.Figure:
     """Plots what each change does to the reward at equal KL and to the KL at the end: mean, interval and each seed."""
     rows = [setting for setting in groups if setting != "recipe" and differences(groups, setting, REWARD)]
-    plot, axes = plt.subplots(1, 2, figsize=(9, 1.2 + 0.27 * max(len(rows), 2)), layout="constrained", sharey=True)
-    for letter, axis, quantity in zip("ab", axes, (REWARD, FINAL_KL), strict=True):
+    quantities = REWARD, FINAL_KL
+    height = 1.2 + 0.27 * max(len(rows), 2)
+    plot, axes = panels([quantity.name for quantity in quantities], height=height, sharey=True)
+    for axis, quantity in zip(axes, quantities, strict=True):
         for row, setting in enumerate(rows):
             seeds = differences(groups, setting, quantity)
             axis.scatter(seeds, [row] * len(seeds), s=8, alpha=0.4, color="tab:gray", linewidth=0)
@@ -183,7 +186,6 @@ def figure(groups: Groups) -> plt.Figure:
             axis.axvline(
                 edge * margin_fields(PAPER, quantity.margin)["matters"], color="C3", linewidth=0.8, linestyle=":"
             )
-        axis.set_title(f"{letter}  {quantity.name}", fontsize=10, loc="left")
         axis.set_xlabel(f"minus the recipe's ({quantity.unit})")
         axis.grid(alpha=0.3)
     axes[0].set_yticks(range(len(rows)), [WORDS.get(setting, setting) for setting in rows])

@@ -6,7 +6,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from experiments.claims import Claim, Numbers
-from experiments.figures import Point, curves, frontier
+from experiments.figures import Point, curves, frontier, panels
 from experiments.frontier import Frontier, attainable, bank_rewards, best_of_n
 from experiments.margins import margin_fields
 from experiments.reports import Report, main
@@ -160,18 +160,17 @@ def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], references: M
         texts: how many the reward scored in a run of each method.
         references: curves to compare with: attainable, best of n; or none.
     """
-    plot, (every, best) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    plot, (every, best) = panels(("all evaluations", "the most reward within a budget"), height=4.4)
     points = {
         f"{name} ({texts[name]} scored texts)": [point for seed in seeds.values() for point in seed]
         for name, seeds in methods.items()
     }
     frontier(every, points)
     plot_within(best, methods, [max(BUDGETS) * i / 32 for i in range(33)])
-    for axis, heading in ((every, "(a) all evaluations"), (best, "(b) the most reward within a budget")):
+    for axis in (every, best):
         for (name, curve), dots in zip(references.items(), ("-", ":"), strict=False):
             axis.plot(curve.kls, curve.rewards, dots, color="black", linewidth=1.2, label=name)
         axis.legend(frameon=False, fontsize=9)
-        axis.set_title(heading, fontsize=10)
         axis.set_xlabel("KL to the reference (nats per response)")
         axis.set_ylabel("reward of held-out openings (VADER, -1 to 1)")
     return plot

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import log2
 from statistics import fmean
 
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.claims import Claim, Numbers
-from experiments.figures import curves
+from experiments.figures import curves, panels
 from experiments.margins import margin_fields
 from experiments.reports import Report, main
 from experiments.run_folders import Run, by, of_seeds
@@ -44,8 +43,8 @@ def read(runs: Sequence[Run]) -> Report:
             measured[f"variance ratio, {name}"] = ratios
     seeds = len(by(runs, "seed"))
     captions = {
-        "figure": "Left: right answers in training. Middle: right answers to held-out sums; each dot is one of "
-        f"{seeds} seeds, and the line is their mean. Right: Maj@K and Pass@K of held-out sums before and after GRPO. "
+        "figure": "(a) Right answers in training. (b) Right answers to held-out sums; each dot is one of "
+        f"{seeds} seeds, and the line is their mean. (c) Maj@K and Pass@K of held-out sums before and after GRPO. "
         "Curves are medians of the seeds, bands go from the lower to the upper quartile."
     }
     samples = samples_of({name: group[0] for name, group in methods.items()})
@@ -122,15 +121,12 @@ def claims_about(most: int, groups: Sequence[str] = ()) -> Iterator[Claim]:
 
 def figure(methods: Mapping[str, Sequence[Run]], most: int) -> Figure:
     """Plots accuracy in training, accuracy after it, and Maj@K and Pass@K over K."""
-    plot, (learning, after, over_k) = plt.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
+    plot, (learning, after, over_k) = panels(("in training", "sums not trained on", "sums not trained on, GRPO"))
     curves(learning, {name: [_learning(run) for run in group] for name, group in methods.items()})
-    learning.set_title("in training", fontsize=10)
     learning.set_xlabel("answers learnt from")
     learning.set_ylabel("share of right answers")
     _dots(after, methods)
-    after.set_title("sums not trained on", fontsize=10)
     after.set_ylabel("share of right answers")
-    over_k.set_title("sums not trained on, GRPO", fontsize=10)
     over_k.set_xlabel("K, answers to a sum")
     over_k.set_ylabel("share of sums")
     over_k.set_xscale("log", base=2)

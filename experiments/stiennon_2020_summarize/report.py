@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from experiments.claims import Claim, Numbers
-from experiments.figures import Curve, curves
+from experiments.figures import Curve, curves, panels
 from experiments.margins import margin_fields
 from experiments.reports import Report, main, medians_in_words, seeds_in_words
 from experiments.run_folders import Run, of_seeds
@@ -64,8 +64,8 @@ def read(runs: Sequence[Run]) -> Report:
 
 CAPTIONS = {
     "figure": (
-        "Left: gold (VADER) and the reward model's score of held-out prompts over the KL, a dot for each policy and "
-        "seed, {seeds}. Right: accuracy of linear heads on real judgements over their number: medians of the "
+        "(a) Gold (VADER) and the reward model's score of held-out prompts over the KL, a dot for each policy and "
+        "seed, {seeds}. (b) Accuracy of linear heads on real judgements over their number: medians of the "
         "seeds and quartiles (band); dashed: preferring the longer answer; grey: the paper's 1.1 points for each "
         "doubling, from our first point."
     ),
@@ -179,7 +179,7 @@ def claims_about(policies: Sequence[str], models: Sequence[str]) -> Iterator[Cla
 
 def figure(runs: Sequence[Run], policies: Sequence[str], heads: Sequence[str]) -> plt.Figure:
     """Plots gold and proxy over the KL to the fine-tuned policy, and accuracy over the number of judgements."""
-    plot, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    plot, (left, right) = panels(("held-out prompts", "real judgements"), height=4)
     ranks = [SFT, *sorted((name for name in policies if name.startswith(BEST_OF)), key=number)]
     trained = sorted((name for name in policies if name.startswith(PPO)), key=coefficient)
     for label, names, color in (("best of n", ranks, "C0"), ("PPO", trained, "C1")):
@@ -189,7 +189,7 @@ def figure(runs: Sequence[Run], policies: Sequence[str], heads: Sequence[str]) -
             left.scatter(xs, ys, s=14, marker=marker, color=color, alpha=0.7, label=f"{label}: {kind}")
     left.axhline(fmean(run.summary["gold_reference"] for run in runs), color="tab:gray", linestyle="--", linewidth=0.8)
     left.set(xlabel="KL to the fine-tuned policy (nats per answer)", ylabel="score (dashed: gold of the writers)")
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=9)
     left.grid(alpha=0.3)
     by_data(right, runs, heads)
     return plot
@@ -209,7 +209,7 @@ def by_data(axis: Axes, runs: Sequence[Run], heads: Sequence[str]) -> None:
     xs, ys = zip(*[next(iter(lines.values()))[i] for i in range(len(runs))], strict=True)
     start = fmean(row[0] for row in ys)
     axis.plot(xs[0], [start + 0.011 * np.log2(x / xs[0][0]) for x in xs[0]], ":", color="tab:gray", label="paper")
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=9)
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(xs[0]), [f"{x:g}" for x in xs[0]])
 
@@ -221,12 +221,11 @@ def by_number(run: Run, heads: Sequence[str]) -> Curve:
 
 def training(runs: Sequence[Run]) -> plt.Figure:
     """Plots PPO's reward, gold score and KL over its steps, for each coefficient."""
-    plot, axes = plt.subplots(1, 3, figsize=(13, 3.4), layout="constrained")
-    panels = {"ppo/mean_scores": "reward model's score", "ppo/gold": "gold score", "objective/kl": "KL (nats)"}
+    shown = {"ppo/mean_scores": "reward model's score", "ppo/gold": "gold score", "objective/kl": "KL (nats)"}
+    plot, axes = panels([*shown.values()])
     coefficients = sorted({row["ppo/coefficient"] for row in runs[0].history if "ppo/coefficient" in row})
-    for axis, (key, title) in zip(axes, panels.items(), strict=True):
+    for axis, key in zip(axes, shown, strict=True):
         curves(axis, {f"coefficient {value:g}": [steps(run, key, value) for run in runs] for value in coefficients})
-        axis.set_title(title, fontsize=10)
         axis.set_xlabel("PPO step")
     return plot
 

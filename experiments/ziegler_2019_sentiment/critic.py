@@ -10,7 +10,7 @@ from statistics import fmean
 from matplotlib import pyplot as plt
 
 from experiments.claims import Claim, Numbers
-from experiments.figures import curves
+from experiments.figures import curves, panels
 from experiments.margins import margin_fields
 from experiments.reports import Report, main, seeds_in_words
 from experiments.run_folders import Run, by, of_seeds
@@ -80,10 +80,9 @@ def error_of_kl(run: Run) -> float:
 
 def figure(groups: Mapping[str, Sequence[Run]]) -> plt.Figure:
     """Plots the statistics over the steps, before and after."""
-    plot, axes = plt.subplots(1, len(PANELS), figsize=(4.2 * len(PANELS), 3.6), layout="constrained")
-    for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
+    plot, axes = panels([*PANELS.values()])
+    for axis, key in zip(axes, PANELS, strict=True):
         curves(axis, {name: [run.curve("step", key) for run in group] for name, group in groups.items()})
-        axis.set_title(title, fontsize=10)
         axis.set_xlabel("PPO step")
     axes[0].set_ylim(-1, 1)
     for group in groups.values():

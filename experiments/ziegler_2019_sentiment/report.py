@@ -6,7 +6,7 @@ from itertools import pairwise
 from matplotlib import pyplot as plt
 
 from experiments.claims import Claim, Numbers
-from experiments.figures import curves
+from experiments.figures import curves, panels
 from experiments.frontier import Frontier, frontier_of
 from experiments.margins import margin_fields
 from experiments.reports import Report, main, medians_in_words
@@ -59,7 +59,7 @@ def read(runs: Sequence[Run]) -> Report:
     ends = "before and after training" if is_single else "after training, a dot for each run"
     caption = (
         f"Reward, KL and its coefficient over the steps of PPO: {medians_in_words(len(by(runs, 'seed')))}."
-        f"{' Dashed: the targets.' if targets else ''} Right: reward and KL of held-out openings {ends}"
+        f"{' Dashed: the targets.' if targets else ''} (d) Reward and KL of held-out openings {ends}"
     )
     if attainable is not None:
         caption += (
@@ -67,7 +67,7 @@ def read(runs: Sequence[Run]) -> Report:
         )
     caption += "."
     if learnt:
-        caption += " Left: without the runs that learn from another reward."
+        caption += " (a) Without the runs that learn from another reward."
     claims = [*claims_about(list(groups), list(targets)), *claims_about_labels(list(learnt), list(targets))]
     figures = {"figure": figure(groups, list(targets), attainable)}
     return Report(measured, claims, figures, {"figure": caption}, samples, outcome_of(runs[0]) if is_single else ())
@@ -146,14 +146,14 @@ def more_reward(text: str, higher: str, lower: str, *, place: str, trivial: str 
 
 def figure(groups: Mapping[str, Sequence[Run]], targets: Sequence[float], attainable: Frontier | None) -> plt.Figure:
     """Plots reward, KL and its coefficient over the steps, the targets as dashed lines, and the end of each run."""
-    plot, (*axes, ends) = plt.subplots(1, len(PANELS) + 1, figsize=(18, 3.6), layout="constrained")
-    for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
+    is_single = sum(map(len, groups.values())) == 1
+    when = "before and after" if is_single else "after"
+    plot, (*axes, ends) = panels([*PANELS.values(), f"held-out openings, {when} training"])
+    for axis, key in zip(axes, PANELS, strict=True):
         is_shown = {name: key != REWARD or is_true(group[0]) for name, group in groups.items()}
         shown = {name: group for name, group in groups.items() if is_shown[name]} or groups
         curves(axis, {name: [run.curve("step", key) for run in group] for name, group in shown.items()})
-        axis.set_title(title, fontsize=10)
         axis.set_xlabel("PPO step")
-    is_single = sum(map(len, groups.values())) == 1
     for target in targets:
         axes[1].axhline(target, color="tab:gray", linestyle="--", linewidth=0.8)
     for name, group in groups.items():
@@ -164,12 +164,10 @@ def figure(groups: Mapping[str, Sequence[Run]], targets: Sequence[float], attain
             ends.scatter(kls, rewards, s=18, label=name)
     if attainable is not None:
         ends.plot(attainable.kls, attainable.rewards, color="black", linewidth=1.2, label="attainable")
-    when = "before and after" if is_single else "after"
-    ends.set_title(f"held-out openings, {when} training", fontsize=10)
     ends.set_xlabel("KL to the pretrained model (nats per response)")
     ends.set_ylabel("reward (VADER, -1 to 1)")
     ends.grid(alpha=0.3)
-    ends.legend(frameon=False, fontsize=8)
+    ends.legend(frameon=False, fontsize=9)
     return plot
 
 

@@ -17,6 +17,7 @@ from experiments.figures import (
     image_grid,
     median_and_quartiles,
     on_common_x,
+    panels,
     panels_of,
     plt,
     table,
@@ -263,10 +264,40 @@ def test_a_row_of_panels_is_cut_between_them():
     plt.close(plot)
 
 
-def test_panels_in_a_square_stay_together():
-    plot, _ = plt.subplots(2, 2)
-    whole = file_of(plot, "png")
-    assert panels_of(plot, whole) == [whole]
+def test_a_grid_of_panels_is_cut_in_reading_order():
+    plot, axes = panels(["one", "two", "three"])
+    for axis, color in zip(axes, ("red", "lime", "blue"), strict=True):
+        axis.set_facecolor(color)
+    cut = [Image.open(io.BytesIO(data)).convert("RGB") for data in panels_of(plot, file_of(plot, "png"))]
+    pure = [{(255, 0, 0), (0, 255, 0), (0, 0, 255)} & set(panel.get_flattened_data()) for panel in cut]
+    assert pure == [{(255, 0, 0)}, {(0, 255, 0)}, {(0, 0, 255)}]
+    assert cut[0].height + cut[2].height == round(2 * 3.6 * 130)
+    plt.close(plot)
+
+
+def test_panels_with_a_title_or_a_legend_of_their_own_stay_together():
+    for common in (lambda plot: plot.suptitle("all"), lambda plot: plot.legend(["a"])):
+        plot, axes = panels(["one", "two"])
+        axes[0].plot([0, 1])
+        common(plot)
+        whole = file_of(plot, "png")
+        assert panels_of(plot, whole) == [whole]
+        plt.close(plot)
+
+
+@pytest.mark.parametrize(
+    ("headings", "titles", "inches"),
+    [
+        (["a"], ["a"], (4.5, 3.6)),
+        (["a", "b"], ["(a) a", "(b) b"], (9, 3.6)),
+        (["x", "y", "z"], ["(a) x", "(b) y", "(c) z"], (9, 7.2)),
+    ],
+)
+def test_two_panels_stand_in_a_row_and_have_letters(headings: list[str], titles: list[str], inches: tuple):
+    plot, axes = panels(headings)
+    assert [axis.get_title() for axis in axes] == titles
+    assert len(plot.axes) == len(headings)
+    assert tuple(plot.get_size_inches()) == inches
     plt.close(plot)
 
 

@@ -233,7 +233,7 @@ def test_every_detail_is_a_setting_that_exists(setting: str, tmp_path: Path):
 
 def test_each_detail_has_one_claim_about_the_reward_at_equal_kl():
     for setting in report.WORDS:
-        assert [quantity for _, quantity, *_ in report.expected(setting)].count(report.REWARD) == 1
+        assert [quantity.name for _, quantity, *_ in report.expected(setting)].count(report.REWARD.name) == 1
 
 
 @pytest.mark.parametrize(
