@@ -1,4 +1,4 @@
-"""What DPO and SFT on the chosen answers share: the pairs, and the evaluations during training."""
+"""What DPO, SFT on the chosen answers and GRPO share: the pairs of the first two, and the looks during training."""
 
 import hashlib
 import json
@@ -24,20 +24,12 @@ Pair = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """The pairs, and how often the policy is evaluated."""
+class LookConfig:
+    """The model, and how often the policy is evaluated on which openings."""
 
     model: str = field(
         default="stories15m",
         metadata={"help": "stories15m or smollm2, which are downloaded; or hub id or folder of a causal model."},
-    )
-    prompts: int = field(default=512, metadata={"help": "Openings to continue to make pairs."})
-    per_prompt: int = field(
-        default=4, metadata={"help": "Continuations of each; the more positive of every two is preferred."}
-    )
-    pairs_folder: str | None = field(
-        default=None,
-        metadata={"help": "Cache of pairs, by the settings that determine them, for runs that share them."},
     )
     max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a continuation at most."})
     eval_split: Split = field(
@@ -46,6 +38,20 @@ class RunConfig:
     eval_prompts: int = field(default=128, metadata={"help": "Of these openings, how many are used."})
     look_every: int = field(default=8, metadata={"help": "Optimizer steps between two evaluations of reward and KL."})
     samples: int = field(default=5, metadata={"help": "How many openings the report shows."})
+
+
+@dataclass(frozen=True)
+class RunConfig(LookConfig):
+    """The same with the pairs."""
+
+    prompts: int = field(default=512, metadata={"help": "Openings to continue to make pairs."})
+    per_prompt: int = field(
+        default=4, metadata={"help": "Continuations of each; the more positive of every two is preferred."}
+    )
+    pairs_folder: str | None = field(
+        default=None,
+        metadata={"help": "Cache of pairs, by the settings that determine them, for runs that share them."},
+    )
 
 
 def load(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -118,7 +124,7 @@ def learnt(prompt: list[int], answer: list[int], *, ignored: int = -100) -> dict
 class Looks(TrainerCallback):
     """Logs reward, KL and samples every `look_every` steps; `follow` does so after the last step."""
 
-    def __init__(self, trainer: Trainer, evaluation: Evaluation, run: RunConfig):
+    def __init__(self, trainer: Trainer, evaluation: Evaluation, run: LookConfig):
         self.trainer, self.evaluation, self.run = trainer, evaluation, run
         self.tables = Tables()
 
@@ -138,9 +144,18 @@ class Looks(TrainerCallback):
 
 
 def follow(
-    trainer: Trainer, evaluation: Evaluation, run: RunConfig, *, title: str, panels: Mapping[str, Sequence[str]]
+    trainer: Trainer,
+    evaluation: Evaluation,
+    run: LookConfig,
+    *,
+    scored_texts: int,
+    title: str,
+    panels: Mapping[str, Sequence[str]],
 ) -> None:
-    """Trains, evaluates before, during and after, and writes the summary. Every process calls this function."""
+    """Trains, evaluates before, during and after, and writes the summary. Every process calls this function.
+
+    scored_texts: how many texts the reward scores for training.
+    """
     looks = Looks(trainer, evaluation, run)
     before = looks.look()
     trainer.add_callback(looks)
@@ -156,5 +171,5 @@ def follow(
         print(f"KL to the reference: {after.numbers['kl']:.2f} nats per response")
         write_per_prompt(folder, {"reward_before": before.rewards, "reward": after.rewards})
         write_answers(folder, evaluation.prompts, before.answers, after.answers, after.rewards, run.samples)
-    summary = {"reward_before": before.numbers["reward"], **after.numbers, "scored_texts": run.prompts * run.per_prompt}
+    summary = {"reward_before": before.numbers["reward"], **after.numbers, "scored_texts": scored_texts}
     finish(trainer, title, panels, summary)

@@ -75,6 +75,14 @@ def claims_about() -> Iterator[Claim]:
             scale=SCALE,
             place=PLACE,
         )
+    for first, second in (("GRPO", "PPO"), ("DPO", "GRPO")):
+        yield Claim(
+            f"within {BUDGETS[1]:g} nats {first} gets more reward than {second}",
+            (within(BUDGETS[1], first), within(BUDGETS[1], second)),
+            "more",
+            **margin_fields(PAPER, "reward"),
+            origin="ours",
+        )
     yield Claim(
         f"within {BUDGETS[1]:g} nats DPO gets more reward than SFT on the chosen",
         (within(BUDGETS[1], "DPO"), within(BUDGETS[1], "SFT on the chosen")),
@@ -95,6 +103,8 @@ def claims_about() -> Iterator[Claim]:
 
 def method_of(run: Run) -> str:
     """Returns the method of a run, from settings that only its program has."""
+    if "num_generations" in run.config:
+        return "GRPO"
     if "loss_type" in run.config:
         loss = run.config["loss_type"]
         return NAMES.get(loss, str(loss))
@@ -113,7 +123,7 @@ def by_method(runs: Sequence[Run]) -> dict[str, Seeds]:
     groups: dict[str, Seeds] = {}
     for run in runs:
         groups.setdefault(method_of(run), {}).setdefault(run.config["seed"], []).extend(points_of(run))
-    order = [*NAMES.values(), "PPO", "SFT on the chosen"]
+    order = [*NAMES.values(), "PPO", "GRPO", "SFT on the chosen"]
     return {name: groups[name] for name in sorted(groups, key=lambda name: [*order, name].index(name))}
 
 

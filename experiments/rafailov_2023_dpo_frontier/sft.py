@@ -27,9 +27,11 @@ def main(run: RunConfig, sft: SFTConfig) -> None:
     pairs = pairs_of(model, tokenizer, run, seed=sft.seed)
     train = Dataset.from_list([learnt(pair["prompt"], pair["chosen"]) for pair in pairs])
     trainer = SFTTrainer(model, args=sft, train_dataset=train, processing_class=tokenizer, callbacks=[history])
+    scored = run.prompts * run.per_prompt
     if trainer.is_world_process_zero():
-        print(f"{len(train)} answers out of {run.prompts * run.per_prompt} continuations")
-    follow(trainer, evaluation, run, title=f"SFT on the chosen: {run.model}", panels=PANELS)
+        print(f"{len(train)} answers out of {scored} continuations")
+    title = f"SFT on the chosen: {run.model}"
+    follow(trainer, evaluation, run, scored_texts=scored, title=title, panels=PANELS)
 
 
 def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, SFTConfig]:

@@ -35,9 +35,11 @@ def main(run: RunConfig, dpo: DPOConfig) -> None:
     pairs = pairs_of(model, tokenizer, run, seed=dpo.seed)
     train = Dataset.from_list([columns(pair, ignored=dpo.label_pad_token_id) for pair in pairs])
     trainer = DPOTrainer(model, None, dpo, train_dataset=train, processing_class=tokenizer, callbacks=[history])
+    scored = run.prompts * run.per_prompt
     if trainer.is_world_process_zero():
-        print(f"{len(train)} pairs out of {run.prompts * run.per_prompt} continuations")
-    follow(trainer, evaluation, run, title=f"{dpo.loss_type}: {run.model}, beta = {dpo.beta:g}", panels=PANELS)
+        print(f"{len(train)} pairs out of {scored} continuations")
+    title = f"{dpo.loss_type}: {run.model}, beta = {dpo.beta:g}"
+    follow(trainer, evaluation, run, scored_texts=scored, title=title, panels=PANELS)
 
 
 def settings(argv: Sequence[str] | None = None, **changes: object) -> tuple[RunConfig, DPOConfig]:

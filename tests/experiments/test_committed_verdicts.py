@@ -12,7 +12,7 @@ from experiments.claims import HEADINGS, Claim, from_json, judge, rounded
 from experiments.clark_2023_draft import report as clark
 from experiments.emoji.judging import REACHABLE
 from experiments.gao_2022_overoptimization import report as gao
-from experiments.margins import FILE, margins
+from experiments.margins import margins
 from experiments.rafailov_2023_dpo_frontier import report as rafailov
 from experiments.reports import markdown, tables
 from experiments.run_folders import Run, finished_runs, unpacked

@@ -16,7 +16,7 @@ from tests.lm import tiny
 from experiments import frontier, sentiment_ppo
 from experiments.claims import judge
 from experiments.frontier import Frontier
-from experiments.rafailov_2023_dpo_frontier import pairs, ppo, report, sft, train
+from experiments.rafailov_2023_dpo_frontier import grpo, pairs, ppo, report, sft, train
 from experiments.rafailov_2023_dpo_frontier.report import best_within, points_of, read
 from experiments.run_folders import Run, finished_runs
 
@@ -38,9 +38,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Writes a tiny Llama and its tokenizer; replaces the openings and the reward by ones that suit its characters."""
     tiny.llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    for module in (pairs, sentiment_ppo):
+    for module in (pairs, sentiment_ppo, grpo):
         monkeypatch.setattr(module, "openings", lambda split: OPENINGS)
-    for module in (pairs, train, sft, ppo):
+    for module in (pairs, train, sft, ppo, grpo):
         monkeypatch.setattr(module, "sentiment", by_letters)
     return str(tmp_path / "model")
 
@@ -92,6 +92,20 @@ def test_ppo_is_looked_at_on_its_way(model: str, tmp_path: Path):
     points = set(points_of(run))
     assert {(0, run.summary["reward_before"]), (run.summary["kl"], run.summary["reward"])} <= points
     assert set(zip(*run.curve("eval_kl", "eval_reward"), strict=True)) <= points
+
+
+def test_grpo_is_looked_at_on_its_way_and_counts_its_texts(model: str, tmp_path: Path):
+    sizes = {"per_device_train_batch_size": 2, "num_generations": 4, "max_completion_length": 6}
+    grpo.main(*grpo.settings([], model=model, **arguments(tmp_path), **sizes, **SIZES))
+    (run,) = finished_runs(tmp_path)
+    steps, kls = run.curve("step", "eval_kl")
+    assert steps == [0, 1, 2, 3]
+    assert kls[0] == pytest.approx(0, abs=1e-4)
+    assert abs(kls[-1]) > 1e-3
+    assert run.summary["scored_texts"] == 3 * 2 * 4
+    assert report.method_of(run) == "GRPO"
+    with pytest.raises(ValueError, match="Give both the same number"):
+        grpo.main(*grpo.settings([], model=model, **arguments(tmp_path), **SIZES))
 
 
 # Pairs -----------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from experiments.dong_2023_raft import ppo as raft_ppo
 from experiments.dong_2023_raft import train as raft
 from experiments.gao_2022_overoptimization import train as gao
 from experiments.huang_2024_details import train as details
+from experiments.rafailov_2023_dpo_frontier import grpo as frontier_grpo
 from experiments.rafailov_2023_dpo_frontier import ppo as frontier_ppo
 from experiments.rafailov_2023_dpo_frontier import sft as frontier_sft
 from experiments.rafailov_2023_dpo_frontier import train as dpo
@@ -198,6 +199,12 @@ PROGRAMS = [
         frontier_sft,
         {**BATCH, **SHORT, "max_steps": 2, "prompts": 8, "eval_prompts": 2, "look_every": 1},
         {**AWKWARD, "max_length": 64, "sft": {"weight_decay": 0.1}, "run": {"per_prompt": 5}},
+    ),
+    Program(
+        frontier_grpo,
+        {**BATCH, "samples": 1, "max_steps": 2, "eval_prompts": 2, "look_every": 1, "max_new_tokens": 4}
+        | {"max_completion_length": 4, "num_generations": 2},
+        {**AWKWARD, "epsilon_high": None, "reward_weights": [0.5], "grpo": {"beta": 0.1}},
     ),
     Program(
         frontier_ppo,
