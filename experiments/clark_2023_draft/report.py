@@ -168,11 +168,12 @@ def figure(groups: Methods) -> plt.Figure:
         quality = 100 * means(group, QUALITY) / means(group, QUALITY)[0]
         for axis, xs in zip(axes, (quality, means(group, DISTANCE)), strict=True):
             style = {"linestyle": ":" if is_control else "-", "color": colours.get(method)}
-            colours[method] = path(axis, xs, gains, name, **style)
+            colours[method] = path(axis, xs, gains, "_" if is_control else name, **style)  # _: not in the legend
     axes[0].axvline(KEPT, color="grey", linestyle="--", linewidth=1)
     label(axes[0], "quality (% of the base model's)")
     label(axes[1], "distance (% of the prediction's mean square)")
     axes[0].set_ylabel("change of warmth (% of the reachable range)")
+    axes[1].plot([], [], ":", color="grey", label="no reward")
     axes[1].legend(frameon=False, fontsize=9)
     return plot
 

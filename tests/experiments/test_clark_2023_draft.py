@@ -240,7 +240,10 @@ def test_the_figure_has_a_path_for_each_method_and_its_control(tmp_path: Path):
     report = read(of_all(tmp_path, dict.fromkeys(("ddpo", "draft", "diffusion_dpo"), 0.12)))
     _, right = report.figures["figure"].axes
     labels = [text.get_text() for text in right.get_legend().get_texts()]
-    assert labels == [*METHODS, *(f"{name}, no reward" for name in METHODS)]
+    assert labels == [*METHODS, "no reward"]
+    courses = [line for line in right.lines if len(line.get_xdata()) > 1]
+    assert [line.get_linestyle() for line in courses] == ["-", "-", "-", ":", ":", ":"]
+    assert [line.get_color() for line in courses[:3]] == [line.get_color() for line in courses[3:]]
     words = [text.get_text() for axis in report.figures["pictures"].axes for text in axis.texts]
     assert words == ["before training", *(f"after {name}" for name in METHODS)]
 
