@@ -1,7 +1,10 @@
 """Claims about measured numbers, and the verdicts on them. STATISTICS.md describes how they are reached."""
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -297,6 +300,13 @@ def rounded(measured: Mapping[str, Numbers]) -> dict[str, dict[int, float | list
 def to_json(measured: Mapping[str, Numbers], verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """The content of a file from which `from_json` and `judge` give the same verdicts."""
     return {"verdicts": [asdict(verdict) for verdict in verdicts], "measured": measured}
+
+
+def write_numbers(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes `to_json`'s content, and what goes with it, as JSON with a list of numbers in each line."""
+    text = json.dumps(content, indent=1)
+    text = re.sub(r"\[\s+([^][{}\"]+?)\s+\]", lambda match: f"[{' '.join(match[1].split())}]", text)
+    file.write_text(f"{text}\n", encoding="utf-8")
 
 
 def from_json(content: Mapping[str, Any]) -> tuple[list[Claim], dict[str, Numbers], list[Verdict]]:

@@ -5,7 +5,6 @@ from which the verdicts can be computed again; and each figure as PNG and PDF.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.claims import AGREES, HEADINGS, Claim, Numbers, Verdict, judge, rounded, to_json
+from experiments.claims import AGREES, HEADINGS, Claim, Numbers, Verdict, judge, rounded, to_json, write_numbers
 from experiments.figures import write_page
 from experiments.provenance import in_words
 from experiments.run_folders import ARCHIVE, Run, finished_runs, pack, unpacked
@@ -78,7 +77,7 @@ def write_report(folder: Path, title: str, claim: str, report: Report, runs: Seq
         parts += ["**Samples**", markdown([[str(cell) for cell in row] for row in cells], list(report.samples))]
     (folder / MARKDOWN).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     content = {"about": about, "settings": config, **to_json(measured, verdicts)}
-    (folder / NUMBERS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_numbers(folder / NUMBERS, content)
     return verdicts
 
 

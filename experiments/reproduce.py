@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from experiments import claims
-from experiments.claims import AGREES, DISAGREES, HEADINGS, Origin, Verdict, from_json, to_json
+from experiments.claims import AGREES, DISAGREES, HEADINGS, Origin, Verdict, from_json, to_json, write_numbers
 from experiments.provenance import ROOT
 from experiments.reports import CHECKS, HOW, MARKDOWN, NUMBERS, WHY, markdown, tables
 from experiments.run_folders import ARCHIVE
@@ -191,7 +191,7 @@ def publish(results: Sequence[Result], jobs: int) -> None:
         shutil.copyfile(result.folder / ARCHIVE, home / f"{prefix}{ARCHIVE}")
         numbers = numbers_of(result.paper, result.tier)
         content = {"minutes": round(result.minutes, 1), **read_json(result.folder / NUMBERS)}
-        numbers.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_numbers(numbers, content)
         took = f"{result.minutes:.1f} minutes of runs, {jobs} at a time. The numbers: [{numbers.name}]({numbers.name})."
         took += f" The runs, for `report.py`: [{prefix}{ARCHIVE}]({prefix}{ARCHIVE})."
         write_between_marks(readme, f"{words}\n\n{took}", result.tier)
@@ -207,7 +207,7 @@ def judge_again() -> None:
         claimed, measured, _ = from_json(content)
         verdicts = claims.judge(claimed, measured)
         content |= to_json(measured, verdicts)
-        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_numbers(file, content)
         words = between_marks(readme, tier)
         rest = words[words.index(content["about"]) :]  # after the table; the figures stay
         write_between_marks(readme, f"{tables(verdicts)}\n\n{rest}", tier)

@@ -6,12 +6,13 @@ such a share are allowed for chance.
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.claims import Claim, Verdict, from_json, judge, rounded, to_json
+from experiments.claims import Claim, Verdict, from_json, judge, rounded, to_json, write_numbers
 from experiments.statistics import (
     Sample,
     by_group,
@@ -450,3 +451,15 @@ def test_a_verdict_is_one_line_and_a_row_has_what_a_reader_needs():
         "7 of 8",
         "97% to find 0.5",
     )
+
+
+def test_a_file_of_numbers_has_a_list_in_each_line_and_every_word(tmp_path: Path):
+    content = {
+        "about": "Commit 1 [x, y]",
+        "measured": {"a, b": {"1": [0.5, -1e-07, 3], "2": []}},
+        "compared": ["p", "q"],
+    }
+    write_numbers(tmp_path / "numbers.json", content)
+    text = (tmp_path / "numbers.json").read_text()
+    assert json.loads(text) == content
+    assert '   "1": [0.5, -1e-07, 3],' in text.splitlines()
