@@ -23,6 +23,7 @@ CLAIM = (
 BUDGETS = (2.0, 4.0, 8.0)  # in nats per response
 SCALE = "15M parameters and 256 scored texts"
 HALF = 0.5  # of the attainable gain
+FURTHEST = 12.0  # nats that the figure shows
 PLACE = "section 6.1, figure 2, left"
 NAMES = {"sigmoid": "DPO", "ipo": "IPO", "hinge": "hinge", "kto_pair": "KTO-pair"}
 Seeds = dict[int, list[Point]]
@@ -40,15 +41,18 @@ def read(runs: Sequence[Run]) -> Report:
             if optimum is not None and optimum.reward(budget) is not None:
                 shares = {seed: efficiency(points, budget, optimum) for seed, points in seeds.items()}
                 measured[efficiency_name(budget, name)] = shares
+    beyond = sum(kl > FURTHEST for seeds in methods.values() for points in seeds.values() for kl, _ in points)
+    texts = ", ".join(f"{name} {count}" for name, count in scored(runs).items())
     captions = {
-        "figure": f"{len(by(runs, 'seed'))} seeds. (a) Each evaluation of each run, with its method's frontier. (b) "
+        "figure": f"{len(by(runs, 'seed'))} seeds. (a) Each evaluation of each run up to {FURTHEST:g} nats, and each "
+        f"method's frontier; {beyond} evaluations lie further. Texts that the reward scored in a run: {texts}. (b) "
         "The most reward within a budget, medians of the seeds, bands from the lower to the upper quartile. Black: the "
         "best reward at each KL, estimated by reweighting samples of the reference; dotted: the best of 1, 2, 4, ... "
         "of these samples.",
         "efficiency": "The gain of the most reward within a budget, divided by the attainable gain.",
     }
     samples = samples_of({method_of(run): run for run in reversed(runs)})
-    figures = {"figure": figure(methods, scored(runs), references)}
+    figures = {"figure": figure(methods, references)}
     if optimum is not None:
         figures["efficiency"] = efficiency_figure(methods, optimum)
     return Report(measured, list(claims_about()), figures, captions, samples)
@@ -162,27 +166,24 @@ def scored(runs: Sequence[Run]) -> dict[str, str]:
     return {method: " or ".join(f"{count:,}" for count in sorted(different)) for method, different in counts.items()}
 
 
-def figure(methods: Mapping[str, Seeds], texts: Mapping[str, str], references: Mapping[str, Frontier]) -> plt.Figure:
+def figure(methods: Mapping[str, Seeds], references: Mapping[str, Frontier]) -> plt.Figure:
     """Plots all points, and the most reward within each budget.
 
     Args:
         methods: their points.
-        texts: how many the reward scored in a run of each method.
         references: curves to compare with: attainable, best of n; or none.
     """
     plot, (every, best) = panels(("all evaluations", "the most reward within a budget"), height=4.4)
-    points = {
-        f"{name} ({texts[name]} scored texts)": [point for seed in seeds.values() for point in seed]
-        for name, seeds in methods.items()
-    }
-    frontier(every, points)
+    frontier(every, {name: [point for seed in seeds.values() for point in seed] for name, seeds in methods.items()})
+    every.set_xlim(-0.5, FURTHEST)
     plot_within(best, methods, [max(BUDGETS) * i / 32 for i in range(33)])
     for axis in (every, best):
         for (name, curve), dots in zip(references.items(), ("-", ":"), strict=False):
             axis.plot(curve.kls, curve.rewards, dots, color="black", linewidth=1.2, label=name)
-        axis.legend(frameon=False, fontsize=9)
         axis.set_xlabel("KL to the reference (nats per response)")
         axis.set_ylabel("reward of held-out openings (VADER, -1 to 1)")
+    every.legend(frameon=False, fontsize=9, loc="lower right")
+    best.get_legend().remove()  # the colours are those of the other panel
     return plot
 
 
