@@ -37,7 +37,7 @@ def read(runs: Sequence[Run]) -> Report:
         f"{len(by(runs, 'seed'))} seeds; medians, bands from the lower to the upper quartile. (a) The reward of "
         "held-out openings after each round of RAFT. (b) The reward of the samples during training, over the "
         "samples that were scored so far. (c) Reward and nats per token under the reference after training, a dot "
-        "for each seed."
+        "for each seed, in the colours of (b)."
     )
     samples = samples_of({name: group[0] for name, group in groups.items()})
     return Report(measured, list(claims_about(groups)), {"figure": figure(groups)}, {"figure": caption}, samples)
@@ -154,14 +154,12 @@ def figure(groups: Groups) -> plt.Figure:
     if raft:
         curves(rounds, {name: [run.curve("round", "eval_reward") for run in group] for name, group in raft.items()})
     curves(samples, {name: [over_samples(run) for run in group] for name, group in groups.items()})
-    for name, group in groups.items():
+    for group in groups.values():
         ends.scatter(
             [sum(run.per_prompt[NATS]) / len(run.per_prompt[NATS]) for run in group],
             [run.summary["reward"] for run in group],
-            label=name,
             s=18,
         )
-    ends.legend(frameon=False, fontsize=9)
     ends.grid(alpha=0.3)
     labels = ("rounds done", "samples scored", "nats per token under the reference")
     for axis, label in zip((rounds, samples, ends), labels, strict=True):
