@@ -11,8 +11,9 @@ import yaml
 from matplotlib import pyplot as plt
 
 from experiments import gate
+from experiments.claims import AGREES, from_json
 from experiments.provenance import ROOT
-from experiments.reproduce import PaperRuns, papers
+from experiments.reproduce import PaperRuns, numbers_of, papers, read_json
 from experiments.run_folders import Run, finished_runs, unpacked
 from trimtab_cli.sweep.spec import read_sweep
 from trimtab_cli.sweep.study import parameters_at
@@ -55,6 +56,16 @@ def test_every_run_of_the_gate_is_one_of_the_overnight_tier():
         assert set(repeated) <= set(points(paper, "overnight")), paper
         seeds = {yaml.safe_load(point)["seed"] for point in repeated}
         assert len(seeds) == 16, paper
+
+
+def test_the_effects_are_five_and_known():
+    outcomes = {}
+    for paper, texts in gate.EFFECTS.items():
+        verdicts = from_json(read_json(numbers_of(paper, "overnight")))[2]
+        outcomes |= {each.claim.text: each for each in verdicts if each.claim.text in texts}
+    assert set(outcomes) == {text for texts in gate.EFFECTS.values() for text in texts}
+    assert len(outcomes) == 5
+    assert all(each.outcome == AGREES[each.claim.origin] and each.p < 1e-4 for each in outcomes.values())
 
 
 def test_the_committed_runs_pass_to_the_bit(runs: Sequence[Run], flow_alone: None):
