@@ -94,7 +94,7 @@ def counterparts(new: Sequence[Run], committed: Sequence[Run]) -> list[Run]:
     if strange := [run.folder for run, others in zip(new, found, strict=True) if len(others) != 1]:
         raise ValueError(
             f"{len(strange)} runs, such as {strange[0]}, have no counterpart among the committed runs, or several; one "
-            "is needed. gate*.yaml must have the settings of overnight*.yaml: correct it, or commit new runs."
+            "is needed. gate*.yaml must have the settings of night*.yaml: correct it, or commit new runs."
         )
     return [others[0] for others in found]
 
@@ -148,7 +148,7 @@ def main() -> int:
         pairs = {}
         for each in done:
             runs = finished_runs(*map(Path, each.folders))
-            archive = ROOT / "experiments" / each.paper / f"overnight_{ARCHIVE}"
+            archive = ROOT / "experiments" / each.paper / f"night_{ARCHIVE}"
             pairs[each.paper] = runs, counterparts(runs, finished_runs(unpacked(archive, Path(place, each.paper))))
         found = effects(pairs)
     print(*found, f"{sum(each.minutes for each in done):.0f} minutes", sep="\n")

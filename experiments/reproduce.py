@@ -1,11 +1,11 @@
 """Runs the papers' experiments and judges their claims: `make reproduce`.
 
 A tier is a size: smoke (minutes, shows that everything runs and decides nothing), default (90 minutes on two cores),
-overnight, gpu, and gate, which gate.py reads. For each paper this program runs the sweeps of the tier, such as
+night, gpu, and gate, which gate.py reads. For each paper this program runs the sweeps of the tier, such as
 experiments/<paper>/reproduce*.yaml (see TIERS), and then report.py over their runs, while the next paper's sweeps
 begin. It does not repeat runs in runs/reproduce/<tier> that have finished; remove that folder to start over. Without a
 GPU, the runs of a sweep are forked from one process that has imported their libraries. The default tier writes the
-verdicts, the figures and the numbers into each paper's folder, and so does the overnight tier where the paper's README
+verdicts, the figures and the numbers into each paper's folder, and so does the night tier where the paper's README
 has its marks; the others leave their pages in runs/reproduce. experiments/README.md has the verdicts of the largest
 tier that is committed. With --judge-again it runs nothing: it judges the committed claims by the committed numbers,
 and writes verdicts and tables.
@@ -42,7 +42,7 @@ RUNS = Path("runs", "reproduce")
 TIERS = {
     "smoke": "smoke*.yaml",
     "default": "reproduce*.yaml",
-    "overnight": "overnight*.yaml",
+    "night": "night*.yaml",
     "gpu": "sweep_gpu*.yaml",
     "gate": "gate*.yaml",
 }
@@ -51,7 +51,7 @@ ORIGINS: dict[Origin, str] = {
     "adapted": "the paper's, adapted to another model, task or size",
     "ours": "ours",
 }
-COMMITTED = {"default": "", "overnight": "overnight_"}
+COMMITTED = {"default": "", "night": "night_"}
 """The tiers whose results are committed, the smallest first, and how the names of their files begin."""
 # glibc keeps what a run frees: to return it and to ask for it again takes a run a tenth of its time.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}

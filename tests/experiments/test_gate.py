@@ -31,7 +31,7 @@ def close_figures():
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     """The committed runs of the two methods that the gate repeats."""
-    archive = HOME / NFT / "overnight_runs.zip"
+    archive = HOME / NFT / "night_runs.zip"
     every = finished_runs(unpacked(archive, tmp_path_factory.mktemp("archive")))
     return [run for run in every if run.config["method"] in ("flow_grpo", "draft")]
 
@@ -41,7 +41,7 @@ def flow_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "EFFECTS", {NFT: gate.EFFECTS[NFT]})
 
 
-def test_every_run_of_the_gate_is_one_of_the_overnight_tier():
+def test_every_run_of_the_gate_is_one_of_the_night_tier():
     def points(paper: str, kind: str) -> list[str]:
         files = sorted((HOME / paper).glob(f"{kind}*.yaml"))
         return [
@@ -53,7 +53,7 @@ def test_every_run_of_the_gate_is_one_of_the_overnight_tier():
     assert set(papers(gate.TIER)) == set(gate.EFFECTS)
     for paper in gate.EFFECTS:
         repeated = points(paper, "gate")
-        assert set(repeated) <= set(points(paper, "overnight")), paper
+        assert set(repeated) <= set(points(paper, "night")), paper
         seeds = {yaml.safe_load(point)["seed"] for point in repeated}
         assert len(seeds) == 16, paper
 
@@ -61,7 +61,7 @@ def test_every_run_of_the_gate_is_one_of_the_overnight_tier():
 def test_the_effects_are_five_and_known():
     outcomes = {}
     for paper, texts in gate.EFFECTS.items():
-        verdicts = from_json(read_json(numbers_of(paper, "overnight")))[2]
+        verdicts = from_json(read_json(numbers_of(paper, "night")))[2]
         outcomes |= {each.claim.text: each for each in verdicts if each.claim.text in texts}
     assert set(outcomes) == {text for texts in gate.EFFECTS.values() for text in texts}
     assert len(outcomes) == 5

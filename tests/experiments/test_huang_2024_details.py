@@ -176,7 +176,7 @@ def test_two_steps_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {path.name for path in (tmp_path / "run").glob("*.png")} == {"figure.png"}
 
 
-@pytest.mark.parametrize("file", [FOLDER / "reproduce.yaml", FOLDER / "overnight.yaml"], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [FOLDER / "reproduce.yaml", FOLDER / "night.yaml"], ids=lambda file: file.name)
 def test_a_sweep_has_the_recipe_and_reproduce_each_detail_alone(file: Path):
     sweep = read_sweep(file)
     names = set()

@@ -199,24 +199,24 @@ def test_nothing_is_run_where_the_table_has_no_place(tree: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_the_overnight_tier_is_committed_where_a_page_has_its_marks(tree: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_night_tier_is_committed_where_a_page_has_its_marks(tree: Path, monkeypatch: pytest.MonkeyPatch):
     home = tree / "experiments" / "b_2020"
-    (home / "overnight.yaml").write_text(SWEEP.format(paper="b_2020"))
+    (home / "night.yaml").write_text(SWEEP.format(paper="b_2020"))
     before = (home / "README.md").read_text()
-    assert run(monkeypatch, "--tier", "overnight") == 0
+    assert run(monkeypatch, "--tier", "night") == 0
     assert (home / "README.md").read_text() == before
-    assert not list(home.glob("overnight_*"))
-    (home / "README.md").write_text(f"{before}\n{reproduce.marks('overnight')[0]}\n{reproduce.marks('overnight')[1]}\n")
-    assert run(monkeypatch, "--tier", "overnight") == 0
+    assert not list(home.glob("night_*"))
+    (home / "README.md").write_text(f"{before}\n{reproduce.marks('night')[0]}\n{reproduce.marks('night')[1]}\n")
+    assert run(monkeypatch, "--tier", "night") == 0
     text = (home / "README.md").read_text()
     assert text.startswith(before)
-    assert "![figure](overnight_figure.png)" in text
-    assert "([PDF](overnight_figure.pdf))" in text
-    assert {file.name for file in home.glob("overnight_*")} == {
-        "overnight_figure.pdf",
-        "overnight_figure.png",
-        "overnight_numbers.json",
-        "overnight_runs.zip",
+    assert "![figure](night_figure.png)" in text
+    assert "([PDF](night_figure.pdf))" in text
+    assert {file.name for file in home.glob("night_*")} == {
+        "night_figure.pdf",
+        "night_figure.png",
+        "night_numbers.json",
+        "night_runs.zip",
     }
     assert not (home / "numbers.json").exists()
 
@@ -228,7 +228,7 @@ def test_the_table_has_the_largest_tier_and_says_which_verdict_has_changed(tree:
         for text, name in (("it grows", "growth"), ("it is there", "presence"))
     ]
     (home / "README.md").write_text("# b\n")
-    for tier, growth in (("default", 0.01), ("overnight", 3.0)):
+    for tier, growth in (("default", 0.01), ("night", 3.0)):
         measured = {
             name: {seed: first + seed / 10 for seed in range(-4, 4)}
             for name, first in (("growth", growth), ("presence", 2.0))
@@ -242,7 +242,7 @@ def test_the_table_has_the_largest_tier_and_says_which_verdict_has_changed(tree:
     whole = (tree / "experiments" / "README.md").read_text()
     rows = [row for row in rows_of(tree / "experiments" / "README.md") if "it " in row[2]]
     assert [row[1] for row in rows] == ["holds (default tier: no effect that matters)", "holds"]
-    assert "- b_2020: Commit of overnight." in whole
+    assert "- b_2020: Commit of night." in whole
     assert "Commit of default." not in whole
     text = (home / "README.md").read_text()
     assert text.count("| it grows (ours) |") == 2

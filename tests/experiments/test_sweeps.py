@@ -47,7 +47,7 @@ from trimtab_cli.sweep.study import new_study, next_trial, parameters_at, read_s
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
     file
-    for kind in ("smoke", "sweep", "reproduce", "overnight", "gate")
+    for kind in ("smoke", "sweep", "reproduce", "night", "gate")
     for file in (ROOT / "experiments").glob(f"*/{kind}*.yaml")
 )
 QUICK = ("smoke", "reproduce")  # of the tiers
