@@ -207,9 +207,7 @@ def close_figures() -> Iterator[None]:
 
 def changes(setting: str) -> dict[str, Any]:
     """The setting as fields of the config: `ppo_epochs=4` as {"ppo_epochs": 4}."""
-    return (
-        {} if setting == "recipe" else dict([(lambda name, value: (name, yaml.safe_load(value)))(*setting.split("="))])
-    )
+    return {} if setting == "recipe" else yaml.safe_load(setting.replace("=", ": "))
 
 
 def planted(setting: str = "recipe", seed: int = 0, *, folder: Path, **summary: float) -> Run:
