@@ -65,27 +65,6 @@ def answer_logprobs(
     return sums
 
 
-@torch.no_grad()
-def next_logprobs(model: Any, rows: Sequence[torch.Tensor], *, temperature: float = 1.0) -> torch.Tensor:
-    """The log-probability of every token after each row, in one forward pass.
-
-    Args:
-        model: A causal model.
-        rows: Token ids, each [T].
-        temperature: Divides the logits.
-
-    Returns:
-        [B, V], in nats.
-    """
-    was_training, _ = model.training, model.eval()
-    head, (ids, mask) = LanguageHead(model), pad([row.to(model.device) for row in rows], 0)
-    source = mask.sum(1) - 1 + torch.arange(len(rows), device=model.device) * ids.shape[1]  # each row's last token
-    tokens = {"source": source, "targets": torch.zeros_like(source), "input_ids": ids, "attention_mask": mask}
-    read = head.score(tokens, needs_read=True).read
-    model.train(was_training)
-    return (head.logits(read).float() / temperature).log_softmax(-1)
-
-
 def _scores(
     model: Any,
     prompts: Sequence[torch.Tensor],

@@ -1,8 +1,10 @@
 """Scores answers to a sum: each answer, the majority's answer, and whether any answer is right."""
 
-from collections import Counter
-from collections.abc import Sequence
-from statistics import fmean
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.polynomial.legendre import leggauss
+from numpy.typing import NDArray
 
 
 def right(completions: Sequence[str], answer: Sequence[int], **_: object) -> list[float]:
@@ -11,26 +13,46 @@ def right(completions: Sequence[str], answer: Sequence[int], **_: object) -> lis
     return [float(line == str(number)) for line, number in zip(lines, answer, strict=True)]
 
 
-def majority(answers: Sequence[str], truth: str) -> float:
-    """Returns 1 if the most frequent answer is the truth; where n answers are equally frequent, 1 / n."""
-    counts = Counter(answers)
-    most = max(counts.values())
-    return float(counts[truth] == most) / sum(count == most for count in counts.values())
+def is_a_number(completions: Sequence[str], **_: object) -> list[float]:
+    """Returns 1 where the first line of a completion is a number alone, right or wrong, else 0."""
+    return [float(completion.partition("\n")[0].strip().isdecimal()) for completion in completions]
 
 
-def scores_of(answers: Sequence[str], truth: str, probability: float) -> dict[str, float]:
-    """Scores a sum by K sampled answers, K a power of two, and by the probability that an answer is right.
+def pass_at(k: int, probability: float) -> float:
+    """The probability that one of k independent answers is right, each with this probability."""
+    return 1 - (1 - probability) ** k
 
-    Returns:
-        right: the probability. For k = 1, 2, 4, ..., K: pass@k, the probability that one of k independent answers is
-        right, 1 - (1 - p)^k; and maj@k, whether the majority of k sampled answers is right, as a mean over K / k
-        disjoint sets of answers.
+
+def maj_at(k: int, lines: Mapping[str, float], truth: str) -> float:
+    """The probability that the truth is the most frequent of k independent answers; of n equally frequent ones, 1 / n.
+
+    The numbers of answers follow the multinomial distribution. For each number c of right answers, the other lines
+    have c answers at most, and t of them have c. The probability is the coefficient of x^k in a product of polynomials,
+    one for each line. Its mean of 1 / (1 + t) is the integral of y^t over y from 0 to 1, where y counts the lines that
+    have c answers.
+
+    Args:
+        k: The number of answers.
+        lines: The probability of each line. Lines that are missing, up to a sum of 1, count as different from all
+            others.
+        truth: The right line.
     """
-    scores = {"right": probability}
-    size = 1
-    while size <= len(answers):
-        sets = [answers[start : start + size] for start in range(0, len(answers), size)]
-        scores[f"maj@{size}"] = fmean(majority(chosen, truth) for chosen in sets)
-        scores[f"pass@{size}"] = 1 - (1 - probability) ** size
-        size *= 2
-    return scores
+    right, wrong = lines.get(truth, 0.0), [share for line, share in lines.items() if line != truth]
+    rare = max(0.0, 1 - sum(lines.values()))
+    nodes, weights = leggauss(k // 2 + 1)  # exact for powers of y to k
+    factorials = np.cumprod([1.0, *range(1, k + 1)])
+    total = 0.0
+    for c in range(1, k + 1):
+        counts = np.arange(k - c + 1)  # of answers that are not right
+        for y, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
+            among = np.where(counts < c, 1.0, np.where(counts == c, y, 0.0)) / factorials[counts]
+            product = (rare * (y if c == 1 else 1.0)) ** counts / factorials[counts]
+            for share in wrong:
+                product = _product(product, among * share**counts)
+            total += weight * product[-1] * right**c / factorials[c]
+    return float(total * factorials[k])
+
+
+def _product(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The product of two polynomials, without powers above theirs."""
+    return np.convolve(first, second)[: len(first)]

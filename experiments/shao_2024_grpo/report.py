@@ -1,7 +1,7 @@
 """Judges GRPO and rejection-sampling fine-tuning on sums: `python -m experiments.shao_2024_grpo.report FOLDER ...`."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import log2
+from math import log2, prod
 from statistics import fmean
 
 from matplotlib.axes import Axes
@@ -13,7 +13,8 @@ from experiments.margins import margin_fields
 from experiments.reports import Report, main
 from experiments.run_folders import Run, by, of_seeds
 from experiments.samples import samples_of
-from experiments.shao_2024_grpo.train import RunConfig, sums
+from experiments.shao_2024_grpo.answers import pass_at
+from experiments.shao_2024_grpo.train import MOST, SumsConfig, powers, sums
 
 PAPER = "shao_2024_grpo"
 TITLE = "Sums by GRPO"
@@ -22,34 +23,57 @@ CLAIM = (
     "of answers is a baseline that needs no value model, and GRPO gains more than fine-tuning on right answers, online "
     "or offline. Reinforcement learning raises Maj@K, not Pass@K."
 )
-METHODS = {"grpo": "GRPO", "online_rft": "online RFT", "rft": "RFT"}
-SIZE = ("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps", "max_steps")
+METHODS = {
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "ppo": "PPO",
+    "online_rft": "online RFT",
+    "rft": "RFT",
+    "form": "form alone",
+}
+GRPO_SIZE = ("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps")
+PPO_SIZE = ("batch_size",)
 SCALE = "135M parameters and 256 answers to sums"
+OTHERS = {"PPO": "PPO after as many answers", "form alone": "the same rewarded for any number, right or wrong"}
+YUE, LIU = "Yue et al. 2025, arXiv:2504.13837, abstract", "Liu et al. 2025, arXiv:2503.20783, abstract"
 
 
 def read(runs: Sequence[Run]) -> Report:
     """Reads accuracy, Maj@K and Pass@K of each held-out sum, before and after, and the gradient's variance."""
     check_equal(runs)
-    methods = {METHODS[name]: group for name, group in by(runs, "method").items()}
-    most = runs[0].config["eval_answers"]
+    groups = by(runs, "method")
+    methods = {name: groups[method] for method, name in METHODS.items() if method in groups}
+    most = runs[0].config["majority_of"]
     measured: dict[str, Numbers] = {}
     for name, group in methods.items():
-        for score in ("right", f"maj@{most}", f"pass@{most}"):
-            for when in ("", "_before"):
-                known = [run for run in group if score + when in run.per_prompt]
-                if values := of_seeds(known, lambda run, key=score + when: run.per_prompt[key]):
-                    measured[f"{score}{when.replace('_', ' ')}, {name}"] = values
+        for when in ("", "_before"):
+            known = [run for run in group if "right" + when in run.per_prompt]
+            scores = {
+                f"right{when}": lambda run, key=f"right{when}": run.per_prompt[key],
+                f"maj@{most}{when}": lambda run, key=f"maj@{most}{when}": run.per_prompt[key],
+                f"pass@{most}{when}": lambda run, when=when: passes(run, most, when),
+                f"pass@{MOST}{when}": lambda run, when=when: passes(run, MOST, when),
+            }
+            for score, value in scores.items():
+                if values := of_seeds(known, value):
+                    measured[f"{score.replace('_', ' ')}, {name}"] = values
         if ratios := of_seeds([run for run in group if "variance/raw" in run.summary], variance_ratio):
             measured[f"variance ratio, {name}"] = ratios
     seeds = len(by(runs, "seed"))
     captions = {
         "figure": "(a) Right answers in training. (b) Right answers to held-out sums; each dot is one of "
-        f"{seeds} seeds, and the line is their mean. (c) Maj@K and Pass@K of held-out sums before and after GRPO. "
+        f"{seeds} seeds, and the line is their mean. (c) Pass@K of held-out sums before training and after it. "
+        "(d) Maj@K of held-out sums before and after GRPO. "
         "Curves are medians of the seeds, bands go from the lower to the upper quartile."
     }
     samples = samples_of({name: group[0] for name, group in methods.items()})
     claims = list(claims_about(most, first_numbers(runs[0])))
     return Report(measured, claims, {"figure": figure(methods, most)}, captions, samples)
+
+
+def passes(run: Run, k: int, when: str = "") -> list[float]:
+    """Pass@K of each sum."""
+    return [pass_at(k, probability) for probability in run.per_prompt[f"right{when}"]]
 
 
 def check_equal(runs: Sequence[Run]) -> None:
@@ -66,15 +90,24 @@ def check_equal(runs: Sequence[Run]) -> None:
 
 def first_numbers(run: Run) -> list[str]:
     """The first number of each sum that a run is evaluated on."""
-    config = RunConfig(largest=run.config["largest"], eval_prompts=run.config["eval_prompts"])
+    config = SumsConfig(largest=run.config["largest"], eval_prompts=run.config["eval_prompts"])
     prompts = sums(config, seed=0)[run.config["eval_split"]]["prompt"]
     return [prompt.splitlines()[-1].partition("+")[0] for prompt in prompts]
 
 
 def answers(run: Run) -> int:
     """Returns the number of answers that each process of a run learns from."""
-    prompts, generations, accumulated, steps = (run.config[name] for name in SIZE)
-    return prompts * generations * accumulated * steps
+    return answers_of_step(run) * int(run.config["steps" if is_ppo(run) else "max_steps"])
+
+
+def answers_of_step(run: Run) -> int:
+    """Returns the number of answers that each process learns from in a step; PPO has one answer to a sum."""
+    return prod(int(run.config[name]) for name in (PPO_SIZE if is_ppo(run) else GRPO_SIZE))
+
+
+def is_ppo(run: Run) -> bool:
+    """Whether ppo.py made the run."""
+    return bool(run.config["method"] == "ppo")
 
 
 def variance_ratio(run: Run) -> float:
@@ -99,9 +132,27 @@ def claims_about(most: int, groups: Sequence[str] = ()) -> Iterator[Claim]:
         trivial="the accuracy is optimised",
         **shared,
     )
-    for text, score, kind in (("raises Maj@{}", "maj@{}", "more"), ("leaves Pass@{} as it is", "pass@{}", "little")):
-        names = f"{score.format(most)}, GRPO", f"{score.format(most)} before, GRPO"
-        yield Claim(f"GRPO {text.format(most)}", names, kind, place="section 5.2.2, figure 7", **shared)
+    yield Claim(
+        f"GRPO raises Maj@{most}",
+        (f"maj@{most}, GRPO", f"maj@{most} before, GRPO"),
+        "more",
+        place="section 5.2.2, figure 7",
+        **shared,
+    )
+    yield Claim(
+        f"GRPO leaves Pass@{most} as it is",
+        (f"pass@{most}, GRPO", f"pass@{most} before, GRPO"),
+        "little",
+        place="section 5.2.2, figure 7",
+        **shared,
+    )
+    yield Claim(
+        f"GRPO lowers Pass@{MOST:,}, although it raises the accuracy",
+        (f"pass@{MOST}, GRPO", f"pass@{MOST} before, GRPO"),
+        "less",
+        place=YUE,
+        **shared,
+    )
     for first, second in (("online RFT", "RFT"), ("GRPO", "online RFT")):
         yield Claim(
             f"{first} is more accurate than {second} after as many answers",
@@ -109,6 +160,14 @@ def claims_about(most: int, groups: Sequence[str] = ()) -> Iterator[Claim]:
             "more",
             place="section 5.2.1, figure 5",
             **shared,
+        )
+    yield Claim("Dr. GRPO is as accurate as GRPO", ("right, Dr. GRPO", "right, GRPO"), "little", place=LIU, **shared)
+    for second in ("PPO", "form alone"):
+        yield Claim(
+            f"GRPO is more accurate than {OTHERS[second]}",
+            ("right, GRPO", f"right, {second}"),
+            "more",
+            **shared | {"origin": "ours", "scale": ""},
         )
     yield Claim(
         "the group's mean lowers the variance of the policy gradient at the pretrained weights",
@@ -120,34 +179,32 @@ def claims_about(most: int, groups: Sequence[str] = ()) -> Iterator[Claim]:
 
 
 def figure(methods: Mapping[str, Sequence[Run]], most: int) -> Figure:
-    """Plots accuracy in training, accuracy after it, and Maj@K and Pass@K over K."""
-    plot, (learning, after, over_k) = panels(("in training", "sums not trained on", "sums not trained on, GRPO"))
+    """Plots accuracy in training, accuracy after it, Pass@K, and Maj@K of GRPO."""
+    held_out = "sums not trained on"
+    plot, axes = panels(("in training", held_out, f"{held_out}: Pass@K", f"{held_out}: Maj@K, GRPO"))
+    learning, after, passed, majority = axes
     curves(learning, {name: [_learning(run) for run in group] for name, group in methods.items()})
     learning.set_xlabel("answers learnt from")
-    learning.set_ylabel("share of right answers")
+    learning.set_ylabel("reward")
     _dots(after, methods)
     after.set_ylabel("share of right answers")
-    over_k.set_xlabel("K, answers to a sum")
-    over_k.set_ylabel("share of sums")
-    over_k.set_xscale("log", base=2)
-    whole = [run for run in methods.get("GRPO", []) if "right_before" in run.per_prompt]
+    whole = [run for run in methods.get("GRPO", []) if _knows(run)]
+    before = {"before": [_over_k(run, "pass", "_before", MOST) for run in whole]} if whole else {}
+    trained = {name: [_over_k(run, "pass", "", MOST) for run in group] for name, group in methods.items()}
+    curves(passed, before | trained)
     if whole:
-        names = {"Maj@K": "maj@", "Pass@K": "pass@"}
         times = {"before": "_before", "after": ""}
-        curves(
-            over_k,
-            {
-                f"{title} {time}": [_over_k(run, name, when, most) for run in whole]
-                for title, name in names.items()
-                for time, when in times.items()
-            },
-        )
+        curves(majority, {time: [_over_k(run, "maj", when, most) for run in whole] for time, when in times.items()})
+    for axis in (passed, majority):
+        axis.set_xlabel("K, answers to a sum")
+        axis.set_ylabel("share of sums")
+        axis.set_xscale("log", base=2)
     return plot
 
 
 def _learning(run: Run) -> tuple[list[float], list[float]]:
     steps, rewards = run.curve("step", "reward")
-    return [step * answers(run) / run.config["max_steps"] for step in steps], rewards
+    return [step * answers_of_step(run) for step in steps], rewards
 
 
 def _dots(axis: Axes, methods: Mapping[str, Sequence[Run]]) -> None:
@@ -165,8 +222,8 @@ def _knows(run: Run) -> bool:
 
 
 def _over_k(run: Run, name: str, when: str, most: int) -> tuple[list[float], list[float]]:
-    sizes = [2**i for i in range(most.bit_length())]
-    return [float(size) for size in sizes], [run.summary[f"{name}{size}{when}"] for size in sizes]
+    sizes = powers(most)
+    return [float(size) for size in sizes], [run.summary[f"{name}@{size}{when}"] for size in sizes]
 
 
 if __name__ == "__main__":

@@ -3,22 +3,23 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset, DatasetDict
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from experiments.assets import model_folder
 from experiments.run_folders import begin, finish, from_recipe, show, write_per_prompt
 from experiments.samples import write_samples
-from experiments.shao_2024_grpo.answers import right, scores_of
-from experiments.shao_2024_grpo.exact import probability_of_right
+from experiments.shao_2024_grpo.answers import is_a_number, maj_at, pass_at, right
+from experiments.shao_2024_grpo.exact import line_probabilities
 from experiments.shao_2024_grpo.variance import gradient_variances
-from trimtab_lm.data.prompts import PROMPT_IDS
 from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
 from trimtab_lm.interface import Model
 from trimtab_lm.sampling.generate import eos_token_ids
@@ -27,23 +28,23 @@ from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
 PAPER = "shao_2024_grpo"
 RECIPE = Path(__file__).with_name("recipe.yaml")
 PANELS = {"share of right answers": ["reward"], "entropy (nats per token)": ["entropy"]}
+MOST = 1024  # K of Pass@K, at most
 SHOTS = ((2, 3), (14, 5), (7, 6))
 Split = Literal["tune", "test"]
-Method = Literal["grpo", "online_rft", "rft"]
+Method = Literal["grpo", "dr_grpo", "online_rft", "rft", "form"]
 METHODS: tuple[Method, ...] = get_args(Method)
+# Fields of GRPOConfig. With raw rewards the gradient is that of the log-probability of right answers, and of no others.
+CHANGES: dict[Method, dict[str, Any]] = {
+    "dr_grpo": {"scale_rewards": "none", "loss_type": "dr_grpo"},
+    "online_rft": {"scale_rewards": "raw"},
+    "rft": {"scale_rewards": "raw"},
+}
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """The method, the model and the questions."""
+class SumsConfig:
+    """The model and the questions."""
 
-    method: Method = field(
-        default="grpo",
-        metadata={
-            "help": "grpo; online_rft: learn the policy's right answers alone, each alike; rft: the same with answers "
-            "of the model as it was before training."
-        },
-    )
     model: str = field(
         default="smollm2",
         metadata={"help": "stories15m or smollm2, which are downloaded; or hub id or folder of a causal model."},
@@ -51,7 +52,26 @@ class RunConfig:
     largest: int = field(default=20, metadata={"help": "Numbers from 1 to this are added."})
     eval_split: Split = field(default="test", metadata={"help": "Sums to evaluate on: test, or tune for settings."})
     eval_prompts: int = field(default=48, metadata={"help": "Sums of each of these splits; they are not trained on."})
-    eval_answers: int = field(default=8, metadata={"help": "Answers to each sum, a power of two."})
+    majority_of: int = field(default=8, metadata={"help": "The largest K of Maj@K, a power of two."})
+    samples: int = field(default=6, metadata={"help": "Of the evaluated sums, how many are shown with an answer."})
+
+    def __post_init__(self) -> None:
+        if self.majority_of & (self.majority_of - 1) or self.majority_of < 1:
+            raise ValueError(f"majority_of={self.majority_of}: Maj@K halves K down to 1. Use a power of two.")
+
+
+@dataclass(frozen=True)
+class RunConfig(SumsConfig):
+    """The method, and what a run measures besides."""
+
+    method: Method = field(
+        default="grpo",
+        metadata={
+            "help": "grpo; dr_grpo: undivided advantages and a constant normalization; online_rft: learn the policy's "
+            "right answers alone, each alike; rft: the same with answers of the model as it was before training; "
+            "form: GRPO rewarded for any number."
+        },
+    )
     only_after: bool = field(default=False, metadata={"help": "Evaluate after training only."})
     variance_prompts: int = field(
         default=0,
@@ -59,13 +79,9 @@ class RunConfig:
             "help": "Of the evaluated sums, on how many the variance of the gradient is measured before training."
         },
     )
-    samples: int = field(default=6, metadata={"help": "Of the evaluated sums, how many are shown with an answer."})
 
     def __post_init__(self) -> None:
-        if self.eval_answers & (self.eval_answers - 1) or self.eval_answers < 1:
-            raise ValueError(
-                f"eval_answers={self.eval_answers}: Maj@K and Pass@K halve K down to 1. Use a power of two."
-            )
+        super().__post_init__()
         if self.variance_prompts == 1 or self.variance_prompts > self.eval_prompts:
             raise ValueError(
                 f"variance_prompts={self.variance_prompts}: a variance needs two of the {self.eval_prompts} evaluated "
@@ -78,7 +94,7 @@ def question(first: int, second: int) -> str:
     return "".join(f"{a}+{b}={a + b}\n" for a, b in SHOTS) + f"{first}+{second}="
 
 
-def sums(run: RunConfig, *, seed: int) -> DatasetDict:
+def sums(run: SumsConfig, *, seed: int) -> DatasetDict:
     """Returns shuffled splits train, tune and test of prompt and answer. No sum is in two, in either order."""
     numbers = range(1, run.largest + 1)
     solved = {frozenset(shot) for shot in SHOTS}
@@ -120,73 +136,90 @@ class PretrainedSampler:
         return self.sampler.generate(prompts, num_generations=num_generations, version=0, seed=seed)
 
 
-def look(trainer: GRPOTrainer, run: RunConfig, *, when: str) -> tuple[dict[str, list[float]], list[str]]:
-    """Scores the evaluated sums, and prints some answers; returns the scores of each sum and one answer to it.
+class Look(NamedTuple):
+    """What an evaluation of P sums found: scores by name, each [P], and the likeliest answers."""
 
-    The share of right answers and Pass@K are exact, by `probability_of_right`; Maj@K is of sampled answers.
+    scores: dict[str, list[float]]
+    answers: list[str]
+
+    def means(self) -> dict[str, float]:
+        """The mean of each score, and Pass@K up to K = MOST."""
+        passes = {f"pass@{k}": fmean(pass_at(k, p) for p in self.scores["right"]) for k in powers(MOST)}
+        return {name: fmean(row) for name, row in self.scores.items()} | passes
+
+
+def powers(largest: int) -> list[int]:
+    """1, 2, 4, ..., up to `largest`."""
+    return [2**i for i in range(largest.bit_length())]
+
+
+def look(
+    model: Any, tokenizer: PreTrainedTokenizerBase, rows: Dataset, run: SumsConfig, *, when: str, **sampling: Any
+) -> Look:
+    """Computes the probability that an answer is right, and Maj@K, for each sum; prints some of the likeliest answers.
+
+    Args:
+        model: A causal model.
+        tokenizer: Its tokenizer.
+        rows: Sums, as columns prompt and answer.
+        run: The settings of the run.
+        when: "before" or "after" training.
+        sampling: max_tokens and temperature of `line_probabilities`.
     """
-    rows, seed = trainer.eval_dataset, trainer.args.seed
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    trainer.sampler.version += 1
-    trainer.backend.sync(model, trainer.sampler.version)
-    prompts = [torch.tensor(ids) for ids in rows[PROMPT_IDS]]
-    rollout = trainer.backend.generate(
-        prompts, num_generations=run.eval_answers, version=trainer.sampler.version, seed=seed
-    )
-    texts = trainer.tokenizer.batch_decode(rollout.completions, skip_special_tokens=True)
-    lines = [text.partition("\n")[0].strip() for text in texts]
-    groups = [lines[start : start + run.eval_answers] for start in range(0, len(lines), run.eval_answers)]
-    probabilities = probability_of_right(
-        model,
-        trainer.tokenizer,
-        prompts,
-        rows["answer"],
-        max_tokens=trainer.args.max_completion_length,
-        temperature=trainer.args.temperature,
-        end_ids=eos_token_ids(model, trainer.tokenizer.eos_token_id),
-    )
-    scores = [
-        scores_of(group, str(answer), probability)
-        for group, answer, probability in zip(groups, rows["answer"], probabilities, strict=True)
-    ]
-    firsts = [group[0] for group in groups]
-    if trainer.is_world_process_zero():
-        show(f"{when} training", asked(trainer)[: run.samples], firsts[: run.samples])
-    return {name: [score[name] for score in scores] for name in scores[0]}, firsts
+    prompts = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in rows["prompt"]]
+    ends = eos_token_ids(model, tokenizer.eos_token_id)
+    found = line_probabilities(model, tokenizer, prompts, rows["answer"], end_ids=ends, **sampling)
+    truths = [str(answer) for answer in rows["answer"]]
+    scores = {"right": [lines.get(truth, 0.0) for lines, truth in zip(found, truths, strict=True)]}
+    for k in powers(run.majority_of):
+        scores[f"maj@{k}"] = [maj_at(k, lines, truth) for lines, truth in zip(found, truths, strict=True)]
+    likeliest = [max(lines, key=lines.__getitem__, default="") for lines in found]
+    if PartialState().is_main_process:
+        show(f"{when} training", asked(rows)[: run.samples], likeliest[: run.samples])
+    return Look(scores, likeliest)
 
 
-def asked(trainer: GRPOTrainer) -> list[str]:
-    """Returns the evaluated sums, as the last lines of their prompts."""
-    return [prompt.splitlines()[-1] for prompt in trainer.eval_dataset["prompt"]]
+def asked(rows: Dataset) -> list[str]:
+    """Returns the sums, as the last lines of their prompts."""
+    return [prompt.splitlines()[-1] for prompt in rows["prompt"]]
+
+
+def write(folder: Path, rows: Dataset, before: Look | None, after: Look, run: SumsConfig) -> dict[str, float]:
+    """Writes the scores of each sum and some answers into a run's folder; returns the means for its summary."""
+    first = {} if before is None else {f"{name}_before": row for name, row in before.scores.items()}
+    write_per_prompt(folder, first | after.scores)
+    old_answers = [""] * len(after.answers) if before is None else before.answers
+    columns = {"sum": asked(rows), "before": old_answers, "after": after.answers, "right after": after.scores["right"]}
+    write_samples(folder, columns, rewards=after.scores["right"], count=run.samples)
+    looks = [("_before", before)] if before is not None else []
+    summary = {name + when: value for when, seen in (*looks, ("", after)) for name, value in seen.means().items()}
+    shares = " -> ".join(f"{summary[name]:.3f}" for name in ("right_before", "right") if name in summary)
+    print(f"right of the answers to {len(rows)} other sums: {shares}")
+    return summary
 
 
 def main(run: RunConfig, grpo: GRPOConfig) -> None:
-    """Trains, and prints the share of right answers to the evaluated sums before and after."""
-    if run.method != "grpo":  # the gradient of the log-probability of right answers, and of no others
-        grpo = replace(grpo, scale_rewards="raw")
+    """Trains, and computes the share of right answers to the evaluated sums before and after."""
+    grpo = replace(grpo, **CHANGES.get(run.method, {}))
     history = begin(PAPER, run, grpo)
     name = model_folder(run.model)
     data = sums(run, seed=0)
-    trainer = GRPOTrainer(name, right, grpo, data["train"], data[run.eval_split], callbacks=[history])
-    before, old_answers = ({}, []) if run.only_after else look(trainer, run, when="before")
+    rows, reward = data[run.eval_split], is_a_number if run.method == "form" else right
+    trainer = GRPOTrainer(name, reward, grpo, data["train"], rows, callbacks=[history])
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    seen = partial(
+        look, model, trainer.tokenizer, rows, run, max_tokens=grpo.max_completion_length, temperature=grpo.temperature
+    )
+    before = None if run.only_after else seen(when="before")
     first_rows = [trainer.eval_dataset[i] for i in range(run.variance_prompts)]
     variances = gradient_variances(trainer, first_rows, seed=grpo.seed) if first_rows else {}
-    policy_sampler = trainer.backend
     if run.method == "rft":
         pretrained = AutoModelForCausalLM.from_pretrained(name, dtype=trainer.model.dtype).to(trainer.args.device)
-        trainer.backend = PretrainedSampler(policy_sampler, pretrained.eval())
+        trainer.backend = PretrainedSampler(trainer.backend, pretrained.eval())
     trainer.train(resume_from_checkpoint=grpo.resume_from_checkpoint)
-    trainer.backend = policy_sampler
-    after, answers = look(trainer, run, when="after")
-    of_sums = {f"{name}_before": row for name, row in before.items()} | after
-    summary = {name: fmean(row) for name, row in of_sums.items()} | variances
+    after, summary = seen(when="after"), variances
     if trainer.is_world_process_zero():
-        shares = " -> ".join(f"{summary[name]:.3f}" for name in ("right_before", "right") if name in summary)
-        print(f"right of the answers to {len(after['right'])} other sums: {shares}")
-        write_per_prompt(Path(str(grpo.output_dir)), of_sums)
-        columns = {"sum": asked(trainer), "before": old_answers or [""] * len(answers), "after": answers}
-        columns["right after"] = after["right"]
-        write_samples(Path(str(grpo.output_dir)), columns, rewards=after["right"], count=run.samples)
+        summary |= write(Path(str(grpo.output_dir)), rows, before, after, run)
     finish(trainer, f"{run.method}: {run.model}, sums up to {run.largest}", PANELS, summary)
 
 

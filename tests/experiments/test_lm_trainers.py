@@ -145,7 +145,7 @@ def test_raft_learns_the_best_of_its_samples(
 
 
 def test_grpo_answers_sums(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = grpo.RunConfig(model=model, largest=6, eval_prompts=2, eval_answers=2, samples=1)
+    run = grpo.RunConfig(model=model, largest=6, eval_prompts=2, majority_of=2, samples=1)
     grpo.main(run, grpo.settings([], **quiet(tmp_path, max_steps=2, num_generations=2))[1])
     history = left_behind(tmp_path)
     assert [row["step"] for row in history if "loss" in row] == [1, 2]

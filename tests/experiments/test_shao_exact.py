@@ -1,7 +1,8 @@
-"""The exact probability of a right answer, against the enumeration of all completions."""
+"""The exact probabilities of answers, against the enumeration of all completions."""
 
 import string
 from itertools import product
+from math import exp
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tests.lm import tiny
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from experiments.evaluation import answer_logprobs, next_logprobs
+from experiments.evaluation import answer_logprobs
 from experiments.shao_2024_grpo import exact
 from experiments.shao_2024_grpo.answers import right
 
@@ -32,22 +33,40 @@ def completions(length: int) -> list[list[int]]:
     return [list(row) for row in sorted({tuple(ids[: ids.index(END) + 1]) if END in ids else ids for ids in every})]
 
 
-@pytest.mark.parametrize(("length", "answer"), [(1, 7), (2, 7), (3, 7), (2, 16), (3, 16)])
-def test_the_probability_is_the_sum_over_all_right_completions(length: int, answer: int):
+def enumerated(model: torch.nn.Module, prompt: torch.Tensor, length: int) -> dict[str, float]:
+    """The probability of each line, over all completions."""
+    rows, lines = [torch.tensor(row) for row in completions(length)], dict[str, float]()
+    shares = answer_logprobs(model, [prompt] * len(rows), rows, batch_size=4096)
+    for text, share in zip(tokenizer().batch_decode(rows, skip_special_tokens=True), shares, strict=True):
+        line = text.partition("\n")[0].strip()
+        lines[line] = lines.get(line, 0.0) + exp(share)
+    return lines
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_probabilities_of_lines_are_sums_over_all_completions(length: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(exact, "LEAST", 0.0)
+    monkeypatch.setattr(exact, "LEAST_RIGHT", 0.0)
     model = tiny.llama(0, vocab_size=len(VOCABULARY)).train()
-    prompts = [torch.tensor([9, 7, 10, 8]), torch.tensor([12, 7, 8])]
-    found = exact.probability_of_right(
-        model, tokenizer(), prompts, [answer, answer], max_tokens=length, end_ids=[END], batch_size=3
-    )
-    rows = [torch.tensor(row) for row in completions(length)]
-    texts = tokenizer().batch_decode(rows, skip_special_tokens=True)
-    for prompt, probability in zip(prompts, found, strict=True):
-        shares = torch.tensor(answer_logprobs(model, [prompt] * len(rows), rows, batch_size=4096)).double().exp()
-        assert float(shares.sum()) == pytest.approx(1, abs=1e-4)
-        enumerated = float(shares @ torch.tensor(right(texts, [answer] * len(rows))).double())
-        assert probability == pytest.approx(enumerated, rel=2e-3, abs=10 * exact.LEAST)
-        assert probability > 0
+    prompts = [torch.tensor(ids) for ids in ([9, 7, 10, 8], [12, 7, 8], [9, 7, 11, 8], [9, 9, 10, 8])]
+    settings = {"max_tokens": length, "end_ids": [END], "batch_size": 2}
+    for prompt, lines in zip(
+        prompts, exact.line_probabilities(model, tokenizer(), prompts, [7] * 4, **settings), strict=True
+    ):
+        assert lines == pytest.approx(enumerated(model, prompt, length), abs=1e-5)
+        assert sum(lines.values()) == pytest.approx(1, abs=1e-4)
     assert model.training
+
+
+@pytest.mark.parametrize(("length", "answer"), [(1, 7), (2, 7), (3, 7), (2, 16), (3, 16)])
+def test_the_right_line_keeps_its_probability_where_rare_beginnings_are_dropped(length: int, answer: int):
+    model = tiny.llama(0, vocab_size=len(VOCABULARY))
+    prompt = torch.tensor([9, 7, 10, 8])
+    (lines,) = exact.line_probabilities(model, tokenizer(), [prompt], [answer], max_tokens=length, end_ids=[END])
+    every = enumerated(model, prompt, length)
+    assert lines[str(answer)] == pytest.approx(every[str(answer)], rel=2e-3, abs=10 * exact.LEAST_RIGHT)
+    assert right([str(answer)], [answer]) == [1]
+    assert all(share <= every[line] + 1e-6 for line, share in lines.items())
 
 
 @pytest.mark.parametrize(
@@ -61,14 +80,8 @@ def test_a_line_begins_with_spaces_and_digits_in_order(text: str, is_possible: b
 def test_a_temperature_near_zero_leaves_the_likeliest_completion():
     model, prompt = tiny.llama(0, vocab_size=len(VOCABULARY)), torch.tensor([12, 7, 8])
     settings = {"max_tokens": 1, "temperature": 1e-4, "end_ids": [END]}
-    likeliest = int(next_logprobs(model, [prompt]).argmax())
+    likeliest = int(model(prompt[None]).logits[0, -1].argmax())
     digits = {VOCABULARY[digit]: int(digit) for digit in string.digits}
     for token, answer in digits.items():
-        (found,) = exact.probability_of_right(model, tokenizer(), [prompt], [answer], **settings)
-        assert found == pytest.approx(float(token == likeliest), abs=1e-3)
-
-
-def test_the_next_tokens_probabilities_are_those_of_a_plain_forward_pass():
-    model, rows = tiny.llama(0), tiny.rows(4, 2, 6)
-    plain = torch.stack([model(row[None]).logits[0, -1].log_softmax(-1) for row in rows])
-    torch.testing.assert_close(next_logprobs(model, rows), plain, rtol=1e-4, atol=1e-5)
+        (lines,) = exact.line_probabilities(model, tokenizer(), [prompt], [answer], **settings)
+        assert lines.get(str(answer), 0.0) == pytest.approx(float(token == likeliest), abs=1e-3)

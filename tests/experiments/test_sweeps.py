@@ -36,6 +36,7 @@ from experiments.rafailov_2023_dpo_frontier import grpo as frontier_grpo
 from experiments.rafailov_2023_dpo_frontier import ppo as frontier_ppo
 from experiments.rafailov_2023_dpo_frontier import sft as frontier_sft
 from experiments.rafailov_2023_dpo_frontier import train as dpo
+from experiments.shao_2024_grpo import ppo as sums_ppo
 from experiments.shao_2024_grpo import train as grpo
 from experiments.stiennon_2020_summarize import reward, sft
 from experiments.stiennon_2020_summarize import train as pipeline
@@ -221,6 +222,11 @@ PROGRAMS = [
             "reward_weights": [0.5],
             "grpo": {"num_generations": 2},
         },
+    ),
+    Program(
+        sums_ppo,
+        {**SHORT, **STEPS, "largest": 10, "eval_prompts": 2},
+        {**AWKWARD_STEPS, "run": {"majority_of": 4}},
     ),
     Program(
         ddpo,
