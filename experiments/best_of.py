@@ -1,7 +1,11 @@
 """Best-of-n sampling: what it gains, and how far it moves from the policy."""
 
 from collections.abc import Sequence
-from math import comb, log
+from functools import cache
+from math import log
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 def kl_of_best(n: int) -> float:
@@ -15,8 +19,7 @@ def kl_of_best(n: int) -> float:
 def expected_best_of(ranked: Sequence[float], n: int) -> float:
     """Estimates the expected value of the best of n without bias (Nakano et al. 2021, arXiv:2112.09332).
 
-    This is the mean, over all subsets of n of the N samples, of the value of the subset's highest-ranked sample. The
-    sample of rank r, from 1, is the highest-ranked of C(N - r, n - 1) of the C(N, n) subsets. n = 1 gives the mean.
+    This is the mean, over all subsets of n of the N samples, of the value of the subset's highest-ranked sample.
 
     Args:
         ranked: The values of the samples, [N], in the order of the proxy's scores, the highest first.
@@ -28,5 +31,17 @@ def expected_best_of(ranked: Sequence[float], n: int) -> float:
     total = len(ranked)
     if not 1 <= n <= total:
         raise ValueError(f"the best of {n} was asked of {total} samples. Give 1 <= n <= {total}.")
-    ways = [comb(total - 1 - i, n - 1) for i in range(total)]
-    return sum(value * count for value, count in zip(ranked, ways, strict=True)) / comb(total, n)
+    return float(np.asarray(ranked, dtype=float) @ chances(total, n))
+
+
+@cache
+def chances(total: int, n: int) -> NDArray[np.float64]:
+    """The chance that the sample of each rank is the highest-ranked of a subset of n of `total` samples, [total].
+
+    It is C(total - r, n - 1) / C(total, n) for rank r from 1: n / total for the first, and for each next rank as many
+    times as much as the quotient of two neighbouring coefficients.
+    """
+    left = total - np.arange(1, total, dtype=float)  # samples after rank r
+    chance = n / total * np.cumprod(np.concatenate([[1.0], np.maximum(left - n + 1, 0) / left]))
+    chance.setflags(write=False)  # the cache shares it
+    return chance

@@ -254,10 +254,8 @@ def pack(runs: Sequence[Run], archive: Path) -> None:
         for run in runs:
             is_first = run.config.get("seed", 0) == runs[0].config.get("seed", 0)
             sheets = [sheet for sheet in sorted(run.folder.glob("*.png")) if is_first and sheet.name != FIGURE]
-            files = (CONFIG, STARTS, HISTORY, PER_PROMPT, SUMMARY, SAMPLES)
-            for path in (*(run.folder / name for name in files), *sheets):
-                if path.exists():
-                    file.write(path, path.relative_to(root))
+            for path in (*sorted(run.folder.glob("*.json*")), *sheets):
+                file.write(path, path.relative_to(root))
 
 
 def unpacked(folder: Path, place: Path) -> Path:

@@ -29,6 +29,7 @@ CLAIM = (
 )
 GOLD, FIRST, SECOND = "gold/mean", "gold/first_half", "gold/second_half"
 WIDTH = 5  # steps per mean; the reward of a single batch is noisy
+EACH_DOUBLING = "{} of best-of-n for each doubling of the labels"
 SCALE = "15M parameters and proxies of at most 512 labels"
 
 
@@ -111,7 +112,7 @@ def read(runs: Sequence[Run]) -> Report:
     plotted = {labels: [courses[run.folder] for run in group] for labels, group in groups.items()}
     return Report(
         measured,
-        list(claims_about(few, many)),
+        list(claims_about(few, many, few_of(next(iter(banks.values()))))),
         {"figure": figure(plotted, list(banks.values()))},
         {"figure": caption(len(by(runs, "seed")))},
         examples,
@@ -122,23 +123,60 @@ def of_best_of_n(runs: Sequence[Run], banks: Mapping[Path, Sequence[best_of_n.Cu
     """Best-of-n's gains for each prompt of the bank, by seed."""
 
     def slope(run: Run) -> list[float]:
+        return by_doubling(banks[run.folder], [[row[-1] for row in curve.gold] for curve in banks[run.folder]])
+
+    def coefficient(run: Run, name: str) -> list[float]:
         curves = banks[run.folder]
-        gains = np.asarray([[row[-1] for row in curve.gold] for curve in curves])  # [labels, prompts]
-        return np.polyfit(np.log2([curve.labels for curve in curves]), gains, 1)[0].tolist()
+        fits = [[fit(BEST_OF_N, curve.distances, row) for row in curve.gold] for curve in curves]
+        return by_doubling(curves, [[getattr(each, name) for each in row] for row in fits])
 
     def of_most(run: Run) -> best_of_n.Curve:
         return max(banks[run.folder], key=lambda curve: curve.labels)
 
+    some = next(iter(banks.values()))
+    is_curve, has_sizes = len(some[0].ns) > 3, len(some) > 1  # fewer points fit any curve
     measured: dict[str, Numbers] = {
         "gold of best-of-n": of_seeds(runs, lambda run: [row[-1] for row in of_most(run).gold]),
     }
-    if all(len(curves[0].ns) > 3 for curves in banks.values()):  # fewer points fit any curve
+    if is_curve:
         measured["quality of best-of-n's fit"] = of_seeds(
             runs, lambda run: fit(BEST_OF_N, of_most(run).distances, of_most(run).mean("gold")).quality
         )
-    if all(len(curves) > 1 for curves in banks.values()):
-        measured["gold of best-of-n for each doubling of the labels"] = of_seeds(runs, slope)
+        measured[turn(few_of(some))] = of_seeds(
+            runs, lambda run: fall(min(banks[run.folder], key=lambda curve: curve.labels).gold)
+        )
+    if has_sizes:
+        measured[EACH_DOUBLING.format("gold")] = of_seeds(runs, slope)
+    if is_curve and has_sizes:
+        for name in ("alpha", "beta"):
+            measured[EACH_DOUBLING.format(name)] = of_seeds(runs, lambda run, of=name: coefficient(run, of))
     return measured
+
+
+def few_of(curves: Sequence[best_of_n.Curve]) -> int:
+    """The fewest labels of a proxy for best-of-n."""
+    return min(curve.labels for curve in curves)
+
+
+def by_doubling(curves: Sequence[best_of_n.Curve], values: Sequence[Sequence[float]]) -> list[float]:
+    """For each prompt, the slope of its values, [labels, prompts], over log2 of the labels."""
+    return np.polyfit(np.log2([curve.labels for curve in curves]), np.asarray(values), 1)[0].tolist()
+
+
+def fall(gold: Sequence[Sequence[float]]) -> list[float]:
+    """For each prompt, gold at the peak of best-of-n less gold at the largest n. gold: [P, len(ns)].
+
+    The even prompts choose the n of the peak for the odd ones, and these for them, because the largest of noisy means
+    is above its true value.
+    """
+    rows = np.asarray(gold)
+    peaks = [int(rows[half::2].mean(0).argmax()) for half in (1, 0)]  # for even prompts, for odd ones
+    return [float(row[peaks[i % 2]] - row[-1]) for i, row in enumerate(rows)]
+
+
+def turn(labels: int) -> str:
+    """The name of the fall of best-of-n's gold."""
+    return f"fall of best-of-n's gold from its peak, {labels} labels"
 
 
 def named(name: str, labels: int) -> str:
@@ -151,8 +189,8 @@ def quality(form: Form, labels: int) -> str:
     return f"R^2 of the form of {form} for RL, {labels} labels"
 
 
-def claims_about(few: int, many: int) -> Iterator[Claim]:
-    """The paper's claims for proxies of few and of many labels."""
+def claims_about(few: int, many: int, fewest: int = 8) -> Iterator[Claim]:
+    """The paper's claims for RL's proxies of few and of many labels, and best-of-n's of the fewest."""
     first, scores = (named(name, few) for name in ("gold at its peak", "proxy at gold's peak"))
     yield Claim(
         f"RL, {few} labels: gold rises above the initial policy's",
@@ -189,11 +227,28 @@ def claims_about(few: int, many: int) -> Iterator[Claim]:
         )
     yield Claim(
         "best-of-n: gold at the largest n grows with each doubling of the labels",
-        ("gold of best-of-n for each doubling of the labels",),
+        (EACH_DOUBLING.format("gold"),),
         "more",
         **margin_fields(PAPER, "score by data"),
         scale=SCALE,
         place="section 3.3",
+    )
+    for name, direction, kind in (("alpha", "grows", "more"), ("beta", "falls", "less")):
+        yield Claim(
+            f"best-of-n: {name} {direction} with each doubling of the labels",
+            (EACH_DOUBLING.format(name),),
+            kind,
+            **margin_fields(PAPER, f"{name} by data"),
+            scale=SCALE,
+            place="section 3.2, figure 3, by the proxy's size",
+        )
+    yield Claim(
+        f"best-of-n, {fewest} labels: gold falls from its peak to the largest n",
+        (turn(fewest),),
+        "more",
+        **margin_fields(PAPER, "score"),
+        scale=SCALE,
+        place="figure 1a",
     )
     yield Claim(
         f"at the KL of the largest n, best-of-n has gained more gold than RL (most labels: best-of-n; {many}: RL)",

@@ -69,7 +69,7 @@ def claims_of_reports() -> dict[str, Iterable[Claim]]:
     return {
         black.PAPER: [claim for reward in REACHABLE for claim in black.claims_about(reward)],
         clark.PAPER: clark.claims(),
-        gao.PAPER: gao.claims_about(32, 512),
+        gao.PAPER: gao.claims_about(32, 512, 8),
         rafailov.PAPER: rafailov.claims_about(),
         shao.PAPER: shao.claims_about(8, shao.first_numbers(run)),
         ziegler.PAPER: [*ziegler.claims_about(names, [3, 12]), *ziegler.claims_about_labels([(12, 64)], [3, 12])],

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -20,7 +21,7 @@ from experiments.frozen import choice_regression, logistic_regression, mean_stat
 from experiments.gao_2022_overoptimization import best_of_n, gold, train
 from experiments.gao_2022_overoptimization.curve import BEST_OF_N, RL, Fit, Form, fit, running_mean
 from experiments.gao_2022_overoptimization.gold import learn_head, sentence_vectors
-from experiments.gao_2022_overoptimization.report import FIRST, GOLD, SECOND, Course, read
+from experiments.gao_2022_overoptimization.report import FIRST, GOLD, SECOND, Course, fall, read
 from experiments.proxy import Normalised, Proxy, Sampler, Samples, learn_weight, text_states
 from experiments.run_folders import Run, read_history
 from trimtab_lm import PPOConfig
@@ -303,10 +304,11 @@ def planted(
     slope: float = 0.5,
     steps: int = 40,
     gain: float = 0.2,
+    bend: float = 0.3,
 ) -> Run:
     """Returns a run with the paper's gold curve, highest at `peak`; the proxy rises by `slope` d.
 
-    Best-of-n gains `gain` when the number of labels doubles.
+    Best-of-n gains `gain` when the number of labels doubles, and `bend` is beta of one label; beta falls by 0.02.
     """
     curve = Fit(RL, alpha=beta * (math.log(peak) + 1), beta=beta)
     noise = random.Random(f"{labels} {seed}")
@@ -317,12 +319,12 @@ def planted(
         rows.append({"step": step, "objective/kl": d * d, "ppo/mean_scores": slope * d, GOLD: sum(halves) / 2})
         rows[-1] |= {FIRST: halves[0], SECOND: halves[1]}
     ns = [2**k for k in range(8)]
-    form = Fit(BEST_OF_N, alpha=2.0, beta=0.1)
+    farthest = kl_of_best(128) ** 0.5
     banks = []
     for count in (32, 64, 128):
-        size = gain * math.log2(count)
-        scale = (size + noise.gauss(0, 0.01)) / form(kl_of_best(128) ** 0.5)
-        gains = [scale * form(kl_of_best(n) ** 0.5) for n in ns]
+        size, weaker = gain * math.log2(count) + noise.gauss(0, 0.01), bend - 0.02 * math.log2(count)
+        form = Fit(BEST_OF_N, alpha=size / farthest + weaker * farthest, beta=weaker)
+        gains = [form(kl_of_best(n) ** 0.5) for n in ns]
         banks.append(best_of_n.Curve(count, size / 5, ns, [gains] * 3, [gains] * 3))
     run = Run(folder / f"{labels}-{seed}", {"labels": labels, "seed": seed}, rows, {})
     best_of_n.write(run.folder, banks)
@@ -345,6 +347,9 @@ def test_planted_overoptimization_is_reproduced(tmp_path: Path):
         "RL, 32 labels: the proxy rises from gold's peak to the end": "reproduced",
         "RL: gold's peak is higher with 128 labels than with 32": "reproduced",
         "best-of-n: gold at the largest n grows with each doubling of the labels": "reproduced",
+        "best-of-n: alpha grows with each doubling of the labels": "reproduced",
+        "best-of-n: beta falls with each doubling of the labels": "reproduced",
+        "best-of-n, 32 labels: gold falls from its peak to the largest n": "no effect that matters",
         "at the KL of the largest n, best-of-n has gained more gold than RL (most labels: best-of-n; 128: RL)": (
             "reproduced"
         ),
@@ -355,6 +360,7 @@ def test_planted_overoptimization_is_reproduced(tmp_path: Path):
     slopes = report.measured["gold of best-of-n for each doubling of the labels"]
     assert sorted(slopes) == list(range(8))
     assert slopes[0] == pytest.approx([0.2] * 3, abs=0.03)
+    assert report.measured["beta of best-of-n for each doubling of the labels"][0] == pytest.approx([-0.02] * 3)
     assert report.samples["run"] == ["32 labels", "128 labels"]
 
 
@@ -364,6 +370,19 @@ def test_gold_that_only_rises_contradicts_the_fall_of_the_proxy_and_not_more(tmp
     assert results["RL, 32 labels: gold rises above the initial policy's"] == "reproduced"
     assert results["RL, 32 labels: gold falls from its peak to the end"] != "reproduced"
     assert results["best-of-n: gold at the largest n grows with each doubling of the labels"] == "does not carry over"
+
+
+def test_best_of_n_that_turns_over_falls_from_its_peak(tmp_path: Path):
+    runs = [planted(tmp_path, 32, seed, peak=1.5, bend=0.9) for seed in range(8)]
+    assert outcomes(runs)["best-of-n, 32 labels: gold falls from its peak to the largest n"] == "reproduced"
+
+
+def test_the_peak_of_best_of_n_is_chosen_by_other_prompts():
+    gold = [[0.0, 1.0, 0.5], [0.0, 0.2, 0.6], [0.0, 2.0, 0.0], [0.0, 0.1, 0.7]]
+    # The odd prompts choose the largest n for the even ones, which is the end; these choose n = 2 for the odd ones.
+    assert fall(gold) == pytest.approx([0.0, -0.4, 0.0, -0.6])
+    noise = np.random.default_rng(0).normal(size=(200, 32, 8))
+    assert abs(np.mean([fall(rows) for rows in noise])) < 0.05
 
 
 def test_noise_alone_has_no_peak():
@@ -380,6 +399,9 @@ def test_noise_alone_has_no_peak():
 def test_a_short_run_is_plotted_and_rl_is_not_judged(tmp_path: Path):
     report = read([planted(tmp_path, 32, seed, peak=2.0, steps=2) for seed in range(2)])
     assert set(report.measured) == {
+        "alpha of best-of-n for each doubling of the labels",
+        "beta of best-of-n for each doubling of the labels",
+        "fall of best-of-n's gold from its peak, 32 labels",
         "gold of best-of-n",
         "quality of best-of-n's fit",
         "gold of best-of-n for each doubling of the labels",
