@@ -19,6 +19,7 @@ from experiments.run_folders import Run
 LEAST_EFFECTIVE = 10.0  # samples for each prompt, below which the curve ends
 TEMPERATURES = 400  # values of beta
 ANSWERS = "answers.json"
+BUDGETS = (2.0, 4.0, 8.0)  # in nats per response
 BANK = {"prompts": 32, "samples": 256}  # at most so many openings, and samples of each
 
 
@@ -105,6 +106,27 @@ def best_of_n(rewards: np.ndarray) -> Frontier:
     ns = [2**i for i in range(len(ranked[0]).bit_length() - 1)]
     means = [np.mean([expected_best_of(row, n) for row in ranked]) for n in ns]
     return Frontier(np.array([kl_of_best(n) for n in ns]), np.array(means))
+
+
+def best_within(points: Sequence[tuple[float, float]], budget: float) -> float:
+    """Returns the largest reward at a KL of at most `budget`, over the points (KL, reward) and their mixtures.
+
+    A policy that answers with one of two policies at random has the mean of their rewards and, because the KL is
+    convex, at most the mean of their KLs. The frontier is therefore the concave hull of the points.
+
+    Args:
+        points: At least one, the reference's, has a KL of 0.
+        budget: In nats per response.
+    """
+    inside = [(kl, reward) for kl, reward in points if kl <= budget]
+    beyond = [(kl, reward) for kl, reward in points if kl > budget]
+    mixed = [low + (high - low) * (budget - kl) / (more - kl) for kl, low in inside for more, high in beyond]
+    return max([*mixed, *(reward for _, reward in inside)])
+
+
+def rewards_within(points: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """`best_within` each of BUDGETS, by the names of a run's summary."""
+    return {f"reward_within_{budget:g}": best_within(points, budget) for budget in BUDGETS}
 
 
 def frontier_of(runs: Sequence[Run], reward: Callable[[Sequence[str]], Sequence[float]]) -> Frontier | None:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued, kl_of_samples
+from experiments.frontier import rewards_within
 from experiments.run_folders import append, close_folder, open_folder, read_history, show, write_per_prompt
 from experiments.samples import write_answers
 from trimtab_common.config import to_flat_dict
@@ -175,7 +176,10 @@ def train(
         rows = zip(*samples.values(), strict=True)
         trainer.tracker.table("samples", list(samples), rows, trainer.steps_done)
         means = {"reward_before": fmean(rewards_before), **after.numbers}
-        summary = means | {"kl_held": held_kl(read_history(folder)), **(facts or {})}
+        history = read_history(folder)
+        points = [(0.0, means["reward_before"]), (after.numbers["kl"], after.numbers["reward"])]
+        points += [(row[EVAL_KL], row[EVAL_REWARD]) for row in history if EVAL_KL in row]
+        summary = means | {"kl_held": held_kl(history), **rewards_within(points), **(facts or {})}
         trainer.tracker.finish({f"final/{name}": value for name, value in summary.items()})
         close_folder(folder, summary)
     return folder

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued
+from experiments.frontier import rewards_within
 from experiments.run_folders import finish, show, write_per_prompt
 from experiments.samples import write_answers
 from experiments.sentiment import sentiment
@@ -127,10 +128,12 @@ class Looks(TrainerCallback):
     def __init__(self, trainer: Trainer, evaluation: Evaluation, run: LookConfig):
         self.trainer, self.evaluation, self.run = trainer, evaluation, run
         self.tables = Tables()
+        self.points: list[tuple[float, float]] = []  # KL and reward of every look
 
     def look(self) -> Look:
         """Evaluates the policy, and logs its reward, its KL and the first samples."""
         look, count = self.evaluation.look(), self.run.samples
+        self.points.append((look.numbers["kl"], look.numbers["reward"]))
         self.trainer.log({f"eval_{name}": value for name, value in look.numbers.items()})
         rows = zip(self.evaluation.prompts[:count], look.answers[:count], look.rewards[:count], strict=True)
         self.tables.add(self.trainer, "samples", ["prompt", "answer", "reward"], rows)
@@ -172,4 +175,5 @@ def follow(
         write_per_prompt(folder, {"reward_before": before.rewards, "reward": after.rewards})
         write_answers(folder, evaluation.prompts, before.answers, after.answers, after.rewards, run.samples)
     summary = {"reward_before": before.numbers["reward"], **after.numbers, "scored_texts": scored_texts}
+    summary |= rewards_within(looks.points)
     finish(trainer, title, panels, summary)

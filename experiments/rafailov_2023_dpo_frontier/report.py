@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 from experiments.claims import Claim, Numbers
 from experiments.figures import Point, curves, frontier, panels
-from experiments.frontier import Frontier, attainable, bank_rewards, best_of_n
+from experiments.frontier import BUDGETS, Frontier, attainable, bank_rewards, best_of_n, best_within
 from experiments.margins import margin_fields
 from experiments.reports import Report, main
 from experiments.run_folders import Run, by
@@ -20,7 +20,6 @@ CLAIM = (
     "Rafailov et al. 2023, arXiv:2305.18290: DPO gets more reward than PPO at every KL to the reference, even if PPO "
     "learns from the true reward."
 )
-BUDGETS = (2.0, 4.0, 8.0)  # in nats per response
 SCALE = "15M parameters and 256 scored texts"
 HALF = 0.5  # of the attainable gain
 FURTHEST = 12.0  # nats that the figure shows
@@ -129,22 +128,6 @@ def by_method(runs: Sequence[Run]) -> dict[str, Seeds]:
         groups.setdefault(method_of(run), {}).setdefault(run.config["seed"], []).extend(points_of(run))
     order = [*NAMES.values(), "PPO", "GRPO", "SFT on the chosen"]
     return {name: groups[name] for name in sorted(groups, key=lambda name: [*order, name].index(name))}
-
-
-def best_within(points: Sequence[Point], budget: float) -> float:
-    """Returns the largest reward at a KL of at most `budget`, over the points (KL, reward) and their mixtures.
-
-    A policy that answers with one of two policies at random has the mean of their rewards and, because the KL is
-    convex, at most the mean of their KLs. The frontier is therefore the concave hull of the points.
-
-    Args:
-        points: At least one, the reference's, has a KL of 0.
-        budget: In nats per response.
-    """
-    inside = [(kl, reward) for kl, reward in points if kl <= budget]
-    beyond = [(kl, reward) for kl, reward in points if kl > budget]
-    mixed = [low + (high - low) * (budget - kl) / (more - kl) for kl, low in inside for more, high in beyond]
-    return max([*mixed, *(reward for _, reward in inside)])
 
 
 def efficiency(points: Sequence[Point], budget: float, optimum: Frontier) -> float:

@@ -15,9 +15,9 @@ from tests.lm import tiny
 
 from experiments import frontier, sentiment_ppo
 from experiments.claims import judge
-from experiments.frontier import Frontier
+from experiments.frontier import Frontier, best_within
 from experiments.rafailov_2023_dpo_frontier import grpo, pairs, ppo, report, sft, train
-from experiments.rafailov_2023_dpo_frontier.report import best_within, points_of, read
+from experiments.rafailov_2023_dpo_frontier.report import points_of, read
 from experiments.run_folders import Run, finished_runs
 
 OPENINGS = ["the cat", "a dog", "he went", "so it", "one day", "at the"]

@@ -40,6 +40,7 @@ from experiments.shao_2024_grpo import ppo as sums_ppo
 from experiments.shao_2024_grpo import train as grpo
 from experiments.stiennon_2020_summarize import reward, sft
 from experiments.stiennon_2020_summarize import train as pipeline
+from experiments.ziegler_2019_sentiment import search
 from experiments.ziegler_2019_sentiment import train as ppo
 from trimtab_cli.sweep.runner import fill_command, is_finite
 from trimtab_cli.sweep.spec import Sweep, SweepError, read_sweep
@@ -79,6 +80,7 @@ AWKWARD_STEPS = {
 SECTIONS = {  # classes, as a parameter names them
     "run",
     "stories_run",
+    "search",
     "ppo",
     "details_ppo",
     "sft",
@@ -123,6 +125,11 @@ class Program:
 
 PROGRAMS = [
     Program(ppo, {**SHORT, **STEPS, "eval_prompts": 2}, {**AWKWARD_STEPS, "run": {"sampling_temperature": 0.9}}),
+    Program(
+        search,
+        {**SHORT, **STEPS, "eval_prompts": 2, "look_every": 1, "seeds": 2},
+        {**AWKWARD_STEPS, "search": {"sampling_temperature": 0.9}},
+    ),
     Program(
         details,
         {**SHORT, **STEPS, "eval_prompts": 2, "stops": []},

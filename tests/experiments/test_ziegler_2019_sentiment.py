@@ -76,6 +76,7 @@ def test_two_steps_on_a_tiny_model_leave_record_samples_and_page(
     assert json.loads((folder / "config.json").read_text())["max_new_tokens"] == 4
     summary = json.loads((folder / "summary.json").read_text())
     assert {"reward_before", "reward", "kl", "ended", "kl_held"} <= set(summary)
+    assert summary["reward_within_8"] == max(summary["reward_before"], summary["reward"])  # both are within 8 nats
     assert summary["kl_held"] == rows[1]["objective/kl"]
     # All samples of two prompts, the first and the worst, and the worst three.
     assert json.loads((folder / "samples.json").read_text())["query"] == ["the there", "he there the"]
