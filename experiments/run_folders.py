@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 import transformers
+from matplotlib import pyplot as plt
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
+from experiments import figures
 from experiments.provenance import provenance
 from trimtab_common.config import parse_config, read_settings, to_flat_dict
 from trimtab_common.run_record import folder_of_trial
@@ -25,10 +26,6 @@ from trimtab_common.sealing import checkpoints, keep_under_other_name
 from trimtab_common.seeding import private_rng
 from trimtab_lm.sampling.generate import eos_token_ids, generate
 from trimtab_lm.sampling.rollout import sampling_config
-
-matplotlib.use("Agg")  # files only: the machine may have no display
-
-from matplotlib import pyplot as plt
 
 WANDB_VARIABLES = {"group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE"}
 HISTORY, CONFIG, SUMMARY, FIGURE = "history.jsonl", "config.json", "summary.json", "report.png"
@@ -317,12 +314,11 @@ def finish(trainer: Trainer, title: str, panels: Mapping[str, Sequence[str]], su
     folder = Path(str(trainer.args.output_dir))
     close_folder(folder, summary)
     rows = read_history(folder)
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.4), layout="constrained", squeeze=False)
-    for axis, (heading, names) in zip(axes.flat, panels.items(), strict=True):
+    figure, axes = figures.panels(list(panels))
+    for axis, names in zip(axes, panels.values(), strict=True):
         for name in names:
             points = [(row["step"], row[name]) for row in rows if name in row]
             axis.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 15 else None)
-        axis.set_title(heading, fontsize=10)
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
         if len(names) > 1:

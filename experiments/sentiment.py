@@ -11,6 +11,9 @@ def _analyzer() -> SentimentIntensityAnalyzer:
     return SentimentIntensityAnalyzer()
 
 
-def sentiment(texts: Sequence[str]) -> list[float]:
-    """VADER's compound score of each text, from -1 (negative) to 1 (positive); 0 if VADER knows none of its words."""
-    return [float(_analyzer().polarity_scores(text)["compound"]) for text in texts]
+def sentiment(completions: Sequence[str], **columns: object) -> list[float]:
+    """VADER's compound score of each text, from -1 (negative) to 1 (positive); 0 if VADER knows none of its words.
+
+    Ignores the columns, such as the prompts, that trainers give a reward function.
+    """
+    return [float(_analyzer().polarity_scores(text)["compound"]) for text in completions]

@@ -50,11 +50,6 @@ class RunConfig:
     samples: int = field(default=5, metadata={"help": "How many of them the report shows."})
 
 
-def happiness(completions: list[str], **columns: object) -> list[float]:
-    """The reward of each completion."""
-    return sentiment(completions)
-
-
 def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
     """Trains in rounds; measures the reward of held-out prompts before the first round and after each."""
     history = begin(PAPER, run, raft)
@@ -87,7 +82,7 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
     for number, prompts in islice(enumerate(rounds), int(trainer.state.epoch or 0), None):
         mine = prompts[raft.process_index :: raft.world_size]
         encoded = [{"prompt": prompt, PROMPT_IDS: trainer.tokenizer(prompt)["input_ids"]} for prompt in mine]
-        mean, best = one_round(trainer, RewardSet(happiness), backend, encoded, samples=run.k, number=number)
+        mean, best = one_round(trainer, RewardSet(sentiment), backend, encoded, samples=run.k, number=number)
         stats = {"reward": mean, "reward_of_best": best}
         after, rows, answers = look()
         trainer.log({"round": number + 1, "eval_reward": fmean(after), **stats})

@@ -19,11 +19,6 @@ PANELS = {
 }
 
 
-def happiness(completions: list[str], **columns: object) -> list[float]:
-    """The reward of each completion."""
-    return sentiment(completions)
-
-
 def main(run: LookConfig, grpo: GRPOConfig) -> None:
     """Trains, and evaluates reward and KL on held-out prompts."""
     if grpo.max_completion_length != run.max_new_tokens:
@@ -35,7 +30,7 @@ def main(run: LookConfig, grpo: GRPOConfig) -> None:
     model, tokenizer = load(run.model)
     evaluation = Evaluation(model.to(grpo.device), tokenizer, sentiment, run, seed=grpo.seed)
     train = Dataset.from_dict({"prompt": openings("train")})
-    trainer = GRPOTrainer(model, happiness, grpo, train, processing_class=tokenizer, callbacks=[history])
+    trainer = GRPOTrainer(model, sentiment, grpo, train, processing_class=tokenizer, callbacks=[history])
     prompts = grpo.per_device_train_batch_size * grpo.gradient_accumulation_steps * grpo.world_size * grpo.max_steps
     scored = prompts * grpo.num_generations
     follow(trainer, evaluation, run, scored_texts=scored, title=f"GRPO: {run.model}", panels=PANELS)

@@ -21,8 +21,8 @@ from experiments.run_folders import Run, finished_runs
 OPENINGS = ["the cat", "a dog", "he went", "so it", "one day", "at the"]
 
 
-def letters(texts: list[str]) -> list[float]:
-    return [float(text.count("e")) for text in texts]
+def letters(completions: list[str], **_: object) -> list[float]:
+    return [float(text.count("e")) for text in completions]
 
 
 @pytest.fixture(autouse=True)

@@ -122,7 +122,7 @@ def test_raft_learns_the_best_of_its_samples(
 
     monkeypatch.setattr(raft.IterativeSFTTrainer, "step", spied)
     monkeypatch.setattr(raft, "openings", openings)
-    monkeypatch.setattr(raft, "sentiment", lambda texts: [len(set(text)) for text in texts])
+    monkeypatch.setattr(raft, "sentiment", lambda completions, **_: [len(set(text)) for text in completions])
     run = raft.RunConfig(model=model, rounds=2, prompts=2, k=8, max_new_tokens=6, eval_prompts=2, samples=1)
     raft.main(run, raft.settings([], **quiet(tmp_path, lr_scheduler_type="constant"))[1])
     history = left_behind(tmp_path)
