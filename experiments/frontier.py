@@ -18,7 +18,7 @@ from experiments.run_folders import Run
 
 LEAST_EFFECTIVE = 10.0  # samples for each prompt, below which the curve ends
 TEMPERATURES = 400  # values of beta
-ANSWERS = "answers.json"
+ANSWERS, REWARDS = "answers.json", "rewards_of_reference.json"
 BUDGETS = (2.0, 4.0, 8.0)  # in nats per response
 BANK = {"prompts": 32, "samples": 256}  # at most so many openings, and samples of each
 
@@ -138,6 +138,8 @@ def frontier_of(runs: Sequence[Run], reward: Callable[[Sequence[str]], Sequence[
 def bank_rewards(runs: Sequence[Run], reward: Callable[[Sequence[str]], Sequence[float]]) -> np.ndarray | None:
     """The rewards of stories15m's continuations of the openings that runs are evaluated on.
 
+    The folder of the first run keeps them, so that an archive of the runs has them.
+
     Returns:
         [P, N], for N continuations of each of P openings. None if the runs have a single seed, which is not worth the
         minutes of sampling; if they train another model; or if they differ in the openings or the length of answers.
@@ -149,9 +151,11 @@ def bank_rewards(runs: Sequence[Run], reward: Callable[[Sequence[str]], Sequence
     if len(settings) > 1 or (setting := next(iter(settings)))[0] != "stories15m":
         return None
     _, split, count, max_new_tokens = setting
-    prompts = openings(split)[: min(count, BANK["prompts"])]
-    answers = stories_answers(prompts, samples=BANK["samples"], max_new_tokens=max_new_tokens)
-    return np.asarray([reward(texts) for texts in answers])
+    if not (file := runs[0].folder / REWARDS).exists():
+        prompts = openings(split)[: min(count, BANK["prompts"])]
+        answers = stories_answers(prompts, samples=BANK["samples"], max_new_tokens=max_new_tokens)
+        file.write_text(json.dumps([list(reward(texts)) for texts in answers]) + "\n", encoding="utf-8")
+    return np.asarray(json.loads(file.read_text(encoding="utf-8")))
 
 
 def stories_answers(prompts: Sequence[str], *, samples: int, max_new_tokens: int, seed: int = 0) -> list[list[str]]:

@@ -83,18 +83,11 @@ def test_the_committed_claims_are_those_that_the_reports_make():
 
 
 @pytest.mark.parametrize("archive", ARCHIVES, ids=[file.parent.name for file in ARCHIVES])
-def test_the_committed_runs_give_the_committed_numbers_and_figures(
-    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_committed_runs_give_the_committed_numbers_and_figures(archive: Path, tmp_path: Path):
     module = import_module(f"experiments.{archive.parent.name}.report")
-    if has_bank := hasattr(module, "bank_rewards"):  # minutes of sampling from a model that is downloaded
-        monkeypatch.setattr(module, "bank_rewards", lambda runs, reward: None)
     report = module.read(finished_runs(unpacked(archive, tmp_path)))
     numbers = archive.with_name(archive.name.replace("runs.zip", "numbers.json"))
     claims, measured, _ = from_json(json.loads(numbers.read_text(encoding="utf-8")))
-    if has_bank:
-        measured = {name: values for name, values in measured.items() if not name.startswith("efficiency")}
-        claims = [claim for claim in claims if set(claim.compared) <= set(measured)]
     assert rounded(report.measured) == measured
     assert claims == [claim for claim in report.claims if set(claim.compared) <= set(measured)]
     assert all(

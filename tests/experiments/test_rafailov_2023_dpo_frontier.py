@@ -236,6 +236,8 @@ def test_the_frontier_is_of_the_runs_openings_and_of_one_model(tmp_path: Path, m
     again = run_of(tmp_path, "DPO", 1, (2, 0.3))
     curve = frontier.frontier_of([run, again], rate)
     assert (curve.rewards[0], curve.rewards[-1]) == (0.75, pytest.approx(1.0))
+    monkeypatch.setattr(frontier, "stories_answers", None)  # the first run's folder has the rewards
+    assert frontier.frontier_of([run, again], rate).rewards.tolist() == curve.rewards.tolist()
     other = replace(run, config={**run.config, "model": "gpt2"})
     assert frontier.frontier_of([other, again], rate) is None
     assert frontier.frontier_of([run, other, again], rate) is None
