@@ -23,7 +23,7 @@ from experiments.run_folders import Run, finished_runs, write_per_prompt
 from experiments.samples import SAMPLES, write_samples
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import Evaluation, StoriesRun, end_at, load
-from experiments.ziegler_2019_sentiment import train
+from experiments.ziegler_2019_sentiment import search, train
 from experiments.ziegler_2019_sentiment.report import CLAIM, TITLE, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +61,37 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         sentiment_ppo, "openings", lambda split: ["the there", "he there the", "abc", "there there", "the he", "he he"]
     )
     return str(tmp_path / "model")
+
+
+def test_a_trial_of_a_search_logs_the_mean_over_the_seeds_so_far(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for module in (search, train):
+        monkeypatch.setattr(module, "sentiment", lambda texts: [len(set(text)) + len(text) / 10 for text in texts])
+    sizes = {"model": model, "max_new_tokens": 4, "eval_prompts": 2, "samples": 1, "look_every": 1, "seed": 5}
+    sizes |= {"steps": 2, "batch_size": 4, "mini_batch_size": 2, "learning_rate": 1e-2, "log_with": None}
+    search.main(*search.settings([], **sizes, seeds=3, output_dir=str(tmp_path / "trial")))
+    alone = []
+    for seed in (5, 6, 7):
+        folder = tmp_path / str(seed)
+        train.main(*train.settings([], **sizes | {"seed": seed}, output_dir=str(folder)))
+        alone.append(json.loads((folder / "summary.json").read_text())["reward_within_8"])
+    rows = [json.loads(line) for line in (tmp_path / "trial" / "history.jsonl").read_text().splitlines()]
+    means = [row["search/reward_within_8"] for row in rows]
+    assert means == [pytest.approx(sum(alone[:count]) / count) for count in (1, 2, 3)]
+    assert len(set(alone)) > 1
+    assert json.loads((tmp_path / "trial" / "summary.json").read_text())["search/reward_within_8"] == means[-1]
+    assert sorted(path.name for path in (tmp_path / "trial").iterdir()) == [
+        "config.json",
+        "history.jsonl",
+        "starts.json",
+        "summary.json",
+    ]
+
+
+def test_a_trial_without_a_seed_is_refused():
+    with pytest.raises(ValueError, match="seeds=0: a trial needs 1"):
+        search.SearchConfig(seeds=0)
 
 
 def test_two_steps_on_a_tiny_model_leave_record_samples_and_page(
