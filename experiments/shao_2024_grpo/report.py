@@ -67,6 +67,8 @@ def read(runs: Sequence[Run]) -> Report:
         "Curves are medians of the seeds, bands go from the lower to the upper quartile."
     }
     samples = samples_of({name: group[0] for name, group in methods.items()})
+    if shares := samples.get("right after"):
+        samples["right after"] = [round(share, 3) for share in shares]
     claims = list(claims_about(most, first_numbers(runs[0])))
     return Report(measured, claims, {"figure": figure(methods, most)}, captions, samples)
 
@@ -189,12 +191,11 @@ def figure(methods: Mapping[str, Sequence[Run]], most: int) -> Figure:
     _dots(after, methods)
     after.set_ylabel("share of right answers")
     whole = [run for run in methods.get("GRPO", []) if _knows(run)]
-    before = {"before": [_over_k(run, "pass", "_before", MOST) for run in whole]} if whole else {}
-    trained = {name: [_over_k(run, "pass", "", MOST) for run in group] for name, group in methods.items()}
-    curves(passed, before | trained)
-    if whole:
-        times = {"before": "_before", "after": ""}
-        curves(majority, {time: [_over_k(run, "maj", when, most) for run in whole] for time, when in times.items()})
+    if whole:  # the model before training is the same for all seeds
+        passed.plot(*_over_k(whole[0], "pass", "_before", MOST), "k--", label="before training")
+        majority.plot(*_over_k(whole[0], "maj", "_before", most), "k--", label="before training")
+        curves(majority, {"GRPO": [_over_k(run, "maj", "", most) for run in whole]})
+    curves(passed, {name: [_over_k(run, "pass", "", MOST) for run in group] for name, group in methods.items()})
     for axis in (passed, majority):
         axis.set_xlabel("K, answers to a sum")
         axis.set_ylabel("share of sums")
@@ -214,6 +215,7 @@ def _dots(axis: Axes, methods: Mapping[str, Sequence[Run]]) -> None:
     for i, (name, values) in enumerate((name, values) for name, values in columns.items() if values):
         axis.plot([name] * len(values), values, f"C{(i - 1) % 10}o" if i else "ko", alpha=0.6, markersize=4)
         axis.hlines(fmean(values), i - 0.2, i + 0.2, color="k")
+    axis.tick_params(axis="x", labelrotation=30)
     axis.grid(alpha=0.3)
 
 
