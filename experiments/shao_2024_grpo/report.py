@@ -62,9 +62,9 @@ def read(runs: Sequence[Run]) -> Report:
     seeds = len(by(runs, "seed"))
     captions = {
         "figure": "(a) Right answers in training. (b) Right answers to held-out sums; each dot is one of "
-        f"{seeds} seeds, and the line is their mean. (c) Pass@K of held-out sums before training and after it. "
-        "(d) Maj@K of held-out sums before and after GRPO. "
-        "Curves are medians of the seeds, bands go from the lower to the upper quartile."
+        f"{seeds} seeds, and the line is their mean. (c) Pass@K of held-out sums before training and "
+        "after it, in the colours of (a). (d) Maj@K of held-out sums before and after GRPO. Curves are medians of the "
+        "seeds, bands go from the lower to the upper quartile."
     }
     samples = samples_of({name: group[0] for name, group in methods.items()})
     if shares := samples.get("right after"):
@@ -200,6 +200,8 @@ def figure(methods: Mapping[str, Sequence[Run]], most: int) -> Figure:
         axis.set_xlabel("K, answers to a sum")
         axis.set_ylabel("share of sums")
         axis.set_xscale("log", base=2)
+    if whole:  # (a) names the others
+        passed.legend(handles=passed.lines[:1], frameon=False, fontsize=9)
     return plot
 
 
