@@ -8,6 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+def powers(largest: int) -> list[int]:
+    """1, 2, 4, ..., up to `largest`: the numbers of samples that curves over n, or over K, are drawn at."""
+    return [2**i for i in range(largest.bit_length())]
+
+
 def kl_of_best(n: int) -> float:
     """Returns the KL from a policy to the best of n of its samples in nats (Stiennon et al. 2020, appendix G.3).
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.assets import openings, stories15m
 from experiments.assets.registry import build_once, cache_dir
-from experiments.best_of import expected_best_of, kl_of_best
+from experiments.best_of import expected_best_of, kl_of_best, powers
 from experiments.evaluation import continued
 from experiments.run_folders import Run
 
@@ -103,7 +103,7 @@ def best_of_n(rewards: np.ndarray) -> Frontier:
         rewards: Of N samples of the reference for each of P prompts, [P, N].
     """
     ranked = np.sort(np.asarray(rewards, dtype=float), axis=1)[:, ::-1].tolist()
-    ns = [2**i for i in range(len(ranked[0]).bit_length() - 1)]
+    ns = powers(len(ranked[0]) // 2)
     means = [np.mean([expected_best_of(row, n) for row in ranked]) for n in ns]
     return Frontier(np.array([kl_of_best(n) for n in ns]), np.array(means))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from experiments.best_of import expected_best_of, kl_of_best
+from experiments.best_of import expected_best_of, kl_of_best, powers
 from experiments.proxy import Samples, learn_weight
 
 FILE = "best_of_n.json"
@@ -52,8 +52,7 @@ def best_of_n(bank: Samples, pairs: Samples, labels: Sequence[int], *, penalty: 
         labels: Numbers of labels.
         penalty: See `learn_weight`.
     """
-    count = bank.golds.shape[1]
-    ns = [2**k for k in range(count.bit_length()) if 2**k <= count]
+    ns = powers(bank.golds.shape[1])
     curves = []
     for number in labels:
         weight = learn_weight(pairs, number, penalty=penalty)

@@ -9,13 +9,17 @@ from numpy.typing import NDArray
 
 def right(completions: Sequence[str], answer: Sequence[int], **_: object) -> list[float]:
     """Returns 1 where the first line of a completion is exactly the answer, else 0."""
-    lines = [completion.partition("\n")[0].strip() for completion in completions]
-    return [float(line == str(number)) for line, number in zip(lines, answer, strict=True)]
+    return [float(first_line(text) == str(number)) for text, number in zip(completions, answer, strict=True)]
 
 
 def is_a_number(completions: Sequence[str], **_: object) -> list[float]:
     """Returns 1 where the first line of a completion is a number alone, right or wrong, else 0."""
-    return [float(completion.partition("\n")[0].strip().isdecimal()) for completion in completions]
+    return [float(first_line(text).isdecimal()) for text in completions]
+
+
+def first_line(completion: str) -> str:
+    """The answer that a completion gives, without spaces at its ends."""
+    return completion.partition("\n")[0].strip()
 
 
 def pass_at(k: int, probability: float) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
+from experiments.shao_2024_grpo.answers import first_line
 from trimtab_lm.compat.generation import CACHE, cache_argument
 
 LEAST = 2e-2  # probability of a beginning, below which it is dropped
@@ -73,7 +74,7 @@ def line_probabilities(
             for parent, token in torch.nonzero(shares >= least).tolist():
                 share, row, text = float(shares[parent, token]), begun[parent].row, begun[parent].text + texts[token]
                 if token in end_ids or length == max_tokens or "\n" in text:
-                    line = text.partition("\n")[0].strip()
+                    line = first_line(text)
                     lines[row][line] = lines[row].get(line, 0.0) + share
                 elif share >= LEAST or is_beginning(text, str(answers[row])):
                     grown.append(Beginning(row, text, share))

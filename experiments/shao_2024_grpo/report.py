@@ -7,6 +7,7 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.best_of import powers
 from experiments.claims import Claim, Numbers
 from experiments.figures import curves, panels
 from experiments.margins import margin_fields
@@ -14,7 +15,7 @@ from experiments.reports import Report, main
 from experiments.run_folders import Run, by, of_seeds
 from experiments.samples import samples_of
 from experiments.shao_2024_grpo.answers import pass_at
-from experiments.shao_2024_grpo.train import MOST, SumsConfig, powers, sums
+from experiments.shao_2024_grpo.train import MOST, SumsConfig, sums
 
 PAPER = "shao_2024_grpo"
 TITLE = "Sums by GRPO"
@@ -109,7 +110,7 @@ def answers_of_step(run: Run) -> int:
 
 def is_ppo(run: Run) -> bool:
     """Whether ppo.py made the run."""
-    return bool(run.config["method"] == "ppo")
+    return run.config["method"] == "ppo"
 
 
 def variance_ratio(run: Run) -> float:

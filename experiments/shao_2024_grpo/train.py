@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from experiments.assets import model_folder
+from experiments.best_of import powers
 from experiments.run_folders import begin, finish, from_recipe, show, write_per_prompt
 from experiments.samples import write_samples
 from experiments.shao_2024_grpo.answers import is_a_number, maj_at, pass_at, right
@@ -146,11 +147,6 @@ class Look(NamedTuple):
         """The mean of each score, and Pass@K up to K = MOST."""
         passes = {f"pass@{k}": fmean(pass_at(k, p) for p in self.scores["right"]) for k in powers(MOST)}
         return {name: fmean(row) for name, row in self.scores.items()} | passes
-
-
-def powers(largest: int) -> list[int]:
-    """1, 2, 4, ..., up to `largest`."""
-    return [2**i for i in range(largest.bit_length())]
 
 
 def look(

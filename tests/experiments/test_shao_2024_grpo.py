@@ -17,6 +17,7 @@ import torch
 from matplotlib import pyplot as plt
 from tests.lm import tiny
 
+from experiments.best_of import powers
 from experiments.claims import judge
 from experiments.run_folders import Run, finished_runs
 from experiments.samples import SAMPLES
@@ -190,7 +191,7 @@ def planted(method: str, seed: int, *, right: float, before: float = 0.3, never:
     """
     scores = {"right": right, "maj@4": right}
     summary = {"right": right} | {f"maj@{k}": right for k in (1, 2, 4)}
-    summary |= {f"pass@{k}": train.pass_at(k, right) for k in train.powers(train.MOST)}
+    summary |= {f"pass@{k}": train.pass_at(k, right) for k in powers(train.MOST)}
     if method == "grpo":
         scores |= {"right_before": before, "maj@4_before": before}
         summary |= {f"{name}_before": before for name in tuple(summary)}
