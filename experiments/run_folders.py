@@ -113,6 +113,11 @@ def open_folder(folder: Path, config: Mapping[str, Any], *, goes_on: bool) -> No
             keep_under_other_name(checkpoint)
 
 
+def numbers_in(stats: Mapping[str, Any]) -> dict[str, float]:
+    """What a row of history.jsonl keeps of a step's statistics: the numbers, without histograms and tables."""
+    return {name: value for name, value in stats.items() if isinstance(value, int | float)}
+
+
 def append(folder: Path, row: Mapping[str, Any]) -> None:
     """Appends a row, which has a `step`, to history.jsonl as a line of JSON."""
     with (folder / HISTORY).open("a", encoding="utf-8") as file:

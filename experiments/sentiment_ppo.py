@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued, kl_of_samples
 from experiments.frontier import rewards_within
-from experiments.run_folders import append, close_folder, open_folder, read_history, show, write_per_prompt
+from experiments.run_folders import append, close_folder, numbers_in, open_folder, read_history, show, write_per_prompt
 from experiments.samples import write_answers
 from trimtab_common.config import to_flat_dict
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
@@ -200,7 +200,7 @@ def learn(
     """Runs PPO's steps; evaluates every `look_every`, and writes each step to history.jsonl."""
 
     def on_step(step: int, stats: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
-        row = {key: value for key, value in stats.items() if isinstance(value, int | float)}
+        row = numbers_in(stats)
         if run.look_every and step % run.look_every == 0 and step < trainer.config.steps:
             row |= {f"eval_{name}": value for name, value in evaluation.look().numbers.items()}
         if not trainer.accelerator.is_main_process:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.run_folders import append, close_folder, from_recipe, open_folder
+from experiments.run_folders import append, close_folder, from_recipe, numbers_in, open_folder
 from experiments.sentiment_ppo import load, prompts
 from experiments.shao_2024_grpo.answers import right
 from experiments.shao_2024_grpo.train import SumsConfig, look, sums, write
@@ -36,7 +36,7 @@ def main(run: RunConfig, ppo: PPOConfig) -> None:
 
     def on_step(step: int, stats: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
         if is_main:
-            row = {key: value for key, value in stats.items() if isinstance(value, int | float)}
+            row = numbers_in(stats)
             append(folder, {"step": step, "reward": row["ppo/mean_scores"], **row})
 
     trainer.train(

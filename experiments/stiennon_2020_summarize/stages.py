@@ -23,7 +23,7 @@ from transformers import (
 from experiments.assets import imdb_reviews
 from experiments.best_of import expected_best_of, kl_of_best
 from experiments.evaluation import continued, kl_of_samples
-from experiments.run_folders import append, from_recipe, read_history
+from experiments.run_folders import append, from_recipe, numbers_in, read_history
 from experiments.samples import first_and_worst
 from experiments.stiennon_2020_summarize import reward as reward_stage
 from experiments.stiennon_2020_summarize import sft as sft_stage
@@ -284,7 +284,7 @@ def optimise(
         )
         answers = [text.removeprefix(query) for query, text in zip(batch["query"], texts, strict=True)]
         stats = trainer.step(queries, responses, proxy(texts))
-        numbers = {name: value for name, value in stats.items() if isinstance(value, int | float)}
+        numbers = numbers_in(stats)
         numbers |= {"ppo/step": trainer.steps_done, "ppo/gold": fmean(gold(batch["query"], answers))}
         numbers |= {"ppo/coefficient": ppo.init_kl_coef}
         record.log(numbers)
