@@ -9,6 +9,7 @@ or a list of strings.
 
 from experiments.assets.data import (
     Split,
+    endings,
     imdb_reviews,
     openings,
     preferences,
@@ -25,6 +26,7 @@ __all__ = [
     "Split",
     "convert_gguf",
     "convert_llama2c",
+    "endings",
     "imdb_reviews",
     "model_folder",
     "openings",

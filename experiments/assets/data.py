@@ -90,6 +90,11 @@ def openings(split: Split, *, min_words: int = 3, max_words: int = 6, seed: int 
         max_words: Most words of an opening.
         seed: Determines the order.
     """
+    return [*endings(split, min_words=min_words, max_words=max_words, seed=seed)]
+
+
+def endings(split: Split, *, min_words: int = 3, max_words: int = 6, seed: int = 0) -> dict[str, str]:
+    """The `openings` in their order, each with the end of its sentence, which begins with a space."""
     folder = unpacked(GUTENBERG)
     texts = {Path(member).stem: (folder / member).read_text(encoding="ascii") for member in GUTENBERG.members}
     words = frequent_words(texts.values(), min_count=50)
@@ -97,10 +102,11 @@ def openings(split: Split, *, min_words: int = 3, max_words: int = 6, seed: int 
     for name in ("test", "tune", "train"):
         books = [texts[book] for book in BOOKS[name]]
         every = sentence_openings(books, words, min_words=min_words, max_words=max_words, seed=seed)
-        new = [opening for opening in every if start_of(opening, min_words) not in taken]
+        new = {opening: end for opening, end in every.items() if start_of(opening, min_words) not in taken}
         first_of = {start_of(opening, min_words): opening for opening in reversed(new)}
         if name == split:
-            return new if split == "train" else [opening for opening in new if opening in set(first_of.values())]
+            kept = set(new if split == "train" else first_of.values())
+            return {opening: end for opening, end in new.items() if opening in kept}
         taken |= first_of.keys()
     raise ValueError(f"split={split!r} is none of {', '.join(BOOKS)}.")
 
@@ -118,8 +124,9 @@ def frequent_words(texts: Iterable[str], *, min_count: int) -> set[str]:
 
 def sentence_openings(
     texts: Sequence[str], words: Container[str], *, min_words: int, max_words: int, seed: int
-) -> list[str]:
-    """Returns distinct openings of narrating sentences, in an order that follows from the seed.
+) -> dict[str, str]:
+    """Returns distinct openings of narrating sentences, in an order that follows from the seed, each with the end of
+    the first sentence that begins with it.
 
     An opening ends before its sentence does, is told in the third person, and has no quote or bracket. A small model
     continues such openings fluently, but not rare words, dialogue, or an open quote or bracket.
@@ -131,7 +138,7 @@ def sentence_openings(
         max_words: Most words of an opening.
         seed: Determines the order.
     """
-    distinct: set[str] = set()
+    distinct: dict[str, str] = {}
     for text in texts:
         # A blank line also ends a sentence: headings and verse have no full stop.
         for sentence in re.split(r"(?<=[.!?])[\"')\]]*\s+|\n\s*\n", text):
@@ -145,10 +152,10 @@ def sentence_openings(
                     and not SPEECH.intersection(lower)
                     and all(word in words for word in lower)
                 ):
-                    distinct.add(opening)
+                    distinct.setdefault(opening, f" {' '.join(spoken[length:])}")
     shuffled = sorted(distinct)
     random.Random(seed).shuffle(shuffled)
-    return shuffled
+    return {opening: distinct[opening] for opening in shuffled}
 
 
 def imdb_reviews() -> Dataset:

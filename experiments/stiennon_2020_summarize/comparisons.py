@@ -1,15 +1,15 @@
-"""Posts with reference answers, comparisons of a model's answers, and the simulated labeller."""
+"""Comparisons of a model's answers, and the simulated labeller."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import exp
+from operator import add
 from pathlib import Path
 
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-from experiments.sentiment import sentiment
-from experiments.stiennon_2020_summarize.sft import documents
+from experiments.gao_2022_overoptimization.gold import load_gold
 from trimtab_lm.rewards.model import RewardModel
 
 Gold = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
@@ -17,31 +17,12 @@ Gold = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 
 
 def gold_score(name: str) -> Gold:
-    """Returns the gold score: vader, the sentiment of the answer alone, or a reward model by its hub id or folder."""
-    if name == "vader":
-        return lambda prompts, answers: sentiment(answers)
-    return RewardModel(name, device=PartialState().device)
-
-
-def review_starts(reviews: Iterable[str], *, words: int, prompt_words: int) -> Dataset:
-    """Splits the starts of reviews into a prompt, the first words, and a completion, up to the end of a sentence.
-
-    Leaves out reviews whose first sentence is longer than `words`, or whose completion is shorter than the prompt.
-
-    Args:
-        reviews: Texts.
-        words: Largest number of words in prompt and completion together.
-        prompt_words: Words of the prompt.
-
-    Returns:
-        A dataset with the columns prompt and completion.
-    """
-    rows = []
-    for review in reviews:
-        start = next(documents(" ".join(review.split()), words), "").split()
-        if 2 * prompt_words <= len(start) <= words:
-            rows.append({"prompt": " ".join(start[:prompt_words]), "completion": " " + " ".join(start[prompt_words:])})
-    return Dataset.from_list(rows)
+    """Returns the gold score: minilm, which reads prompt and answer; or a reward model by its hub id or folder."""
+    device = PartialState().device
+    if name == "minilm":
+        score = load_gold(name, device)
+        return lambda prompts, answers: score([*map(add, prompts, answers)])
+    return RewardModel(name, device=device)
 
 
 def splits(name: str, columns: Sequence[str]) -> tuple[Dataset, Dataset]:

@@ -25,7 +25,7 @@ CLAIM = (
 SFT, PPO, BEST_OF, JUDGED = "sft", "ppo_", "best_of_", "judged_"
 LONGER = "judged_longer"
 SIZES = {"stories15m": 15, "minilm": 23, "smollm2": 135}  # millions of parameters
-SCALE = "15M parameters, and a word list that judges endings of film reviews"
+SCALE = "15M parameters, and an encoder's score that judges continuations of story openings"
 HEAD = "a linear head on 15M frozen parameters"
 
 
@@ -64,8 +64,8 @@ def read(runs: Sequence[Run]) -> Report:
 
 CAPTIONS = {
     "figure": (
-        "(a) Gold (VADER) and the reward model's score of held-out prompts over the KL, a dot for each policy and "
-        "seed, {seeds}. (b) Accuracy of linear heads on real judgements over their number: medians of the "
+        "(a) Gold (the labeller's score) and the reward model's score of held-out prompts over the KL, a dot for each "
+        "policy and seed, {seeds}. (b) Accuracy of linear heads on real judgements over their number: medians of the "
         "seeds and quartiles (band); dashed: preferring the longer answer; grey: the paper's 1.1 points for each "
         "doubling, from our first point."
     ),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from experiments.assets import Split
 from experiments.run_folders import from_recipe
 from trimtab_lm import PPOConfig
 
@@ -22,7 +23,7 @@ class RunConfig:
         default=None,
         metadata={
             "help": "Hub id or folder of posts and summaries: texts prompt and completion, splits train and "
-            "test (or validation). None: openings and continuations of film reviews."
+            "test (or validation). None: openings of sentences in children's books, and their ends."
         },
     )
     preferences: str | None = field(
@@ -33,25 +34,25 @@ class RunConfig:
         },
     )
     gold: str = field(
-        default="vader",
+        default="minilm",
         metadata={
-            "help": "What compares answers, and judges them at the end. vader: the sentiment of an answer; or the "
-            "hub id or folder of a reward model."
+            "help": "What compares answers, and judges them at the end. minilm: the gold score of "
+            "gao_2022_overoptimization, of prompt and answer; or the hub id or folder of a reward model."
         },
     )
     label_temperature: float = field(
-        default=0.1, metadata={"help": "Noise of the labels, in units of the gold score. 0: none."}
+        default=0.5, metadata={"help": "Noise of the labels, in units of the gold score. 0: none."}
     )
     kl_coefs: tuple[float, ...] = field(
         default=(0.2, 0.05, 0.0),
         metadata={"help": "Fixed KL coefficients; PPO trains one policy with each. They replace init_kl_coef."},
     )
-    reviews: int = field(default=12000, metadata={"help": "Film reviews to read, if dataset is None."})
-    words: int = field(default=20, metadata={"help": "Words of a review's opening and its continuation at most."})
-    prompt_words: int = field(default=6, metadata={"help": "Words of the opening."})
+    eval_split: Split = field(
+        default="test", metadata={"help": "Openings to judge by, if dataset is None: test, or tune to choose settings."}
+    )
     max_length: int = field(default=256, metadata={"help": "Tokens of a prompt with an answer at most."})
     max_new_tokens: int = field(default=20, metadata={"help": "Tokens of an answer at most."})
-    sft_steps: int = field(default=20, metadata={"help": "Optimizer steps of fine-tuning."})
+    sft_steps: int = field(default=0, metadata={"help": "Optimizer steps of fine-tuning. 0: the model is fine-tuned."})
     sft_batch_size: int = field(default=2, metadata={"help": "Rows of max_length tokens in each step."})
     sft_learning_rate: float = field(default=5e-4, metadata={"help": "Peak learning rate of fine-tuning (cosine)."})
     comparisons: tuple[int, ...] = field(
@@ -86,9 +87,9 @@ class RunConfig:
             raise ValueError(f"kl_coefs={self.kl_coefs} has to be one number, 0 or more, or several.")
         if not self.best_of or min(self.best_of) < 1:
             raise ValueError(f"best_of={self.best_of} has to be one number, 1 or more, or several.")
-        if self.preferences is not None and self.gold == "vader":
+        if self.preferences is not None and self.gold == "minilm":
             raise ValueError(
-                f"preferences={self.preferences!r} come from people, but gold='vader' judges by another score at "
+                f"preferences={self.preferences!r} come from people, but gold='minilm' judges by another score at "
                 "the end. Set gold to the hub id or folder of a reward model of such preferences."
             )
 

@@ -20,19 +20,14 @@ from transformers import (
     TrainerCallback,
 )
 
-from experiments.assets import imdb_reviews
+from experiments.assets import endings
 from experiments.best_of import expected_best_of, kl_of_best
 from experiments.evaluation import continued, kl_of_samples
 from experiments.run_folders import append, from_recipe, numbers_in, read_history
 from experiments.samples import first_and_worst
 from experiments.stiennon_2020_summarize import reward as reward_stage
 from experiments.stiennon_2020_summarize import sft as sft_stage
-from experiments.stiennon_2020_summarize.comparisons import (
-    Gold,
-    compared,
-    review_starts,
-    splits,
-)
+from experiments.stiennon_2020_summarize.comparisons import Gold, compared, splits
 from experiments.stiennon_2020_summarize.settings import RunConfig
 from trimtab_common.sealing import latest_checkpoint
 from trimtab_common.tracking import Tracker
@@ -88,19 +83,27 @@ class Data:
 def read_data(run: RunConfig, seed: int) -> Data:
     """Reads the texts and splits them, so that comparisons and PPO use prompts that SFT has not seen."""
     if run.dataset is None:
-        reviews = imdb_reviews()
-        texts = reviews.select(range(min(run.reviews, len(reviews))))["text"]
-        starts = review_starts(texts, words=run.words, prompt_words=run.prompt_words)
-        parts = starts.train_test_split(test_size=0.1, shuffle=False)
-        train, held_out = parts["train"], parts["test"]
+        train, held_out = (texts_of(endings(split)) for split in ("train", run.eval_split))
     else:
         train, held_out = splits(run.dataset, ["prompt", "completion"])
-    halves = train.shuffle(seed=seed).train_test_split(test_size=0.5, shuffle=False)
+    train = train.shuffle(seed=seed)
+    if not run.sft_steps:
+        return Data(train.select([]), train, held_out)
+    halves = train.train_test_split(test_size=0.5, shuffle=False)
     return Data(halves["train"], halves["test"], held_out)
 
 
+def texts_of(completions: Mapping[str, str]) -> Dataset:
+    """A dataset with the columns prompt and completion."""
+    return Dataset.from_dict({"prompt": [*completions], "completion": [*completions.values()]})
+
+
 def fine_tune(name: str, run: RunConfig, data: Data, record: Record, *, seed: int, folder: Path) -> None:
-    """Stage 1: trains on the human completions by maximum likelihood."""
+    """Stage 1: trains on the human completions by maximum likelihood; with no steps it copies the model."""
+    if not run.sft_steps:
+        AutoModelForCausalLM.from_pretrained(name).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(name).save_pretrained(folder)
+        return
     (args,) = from_recipe(
         sft_stage.RECIPE,
         SFTConfig,
@@ -150,7 +153,7 @@ def compare(sft: Path, run: RunConfig, data: Data, gold: Gold, record: Record, *
         raise ValueError(
             f"comparisons={run.comparisons} and eval_comparisons={run.eval_comparisons} need more "
             f"comparisons than the {len(train)} for training and {len(test)} for evaluation that exist. Lower them, or "
-            "give more prompts (reviews, dataset)."
+            "give more prompts (dataset)."
         )
     test = test.select(range(min(run.eval_comparisons, len(test))))
     record.table("comparisons", train.select(range(min(run.samples, len(train)))).to_dict())
@@ -167,6 +170,8 @@ def sampled_pairs(
     seed: int,
 ) -> Dataset:
     """Samples two answers of the model to each prompt, and lets the labeller choose between them."""
+    if not prompts:
+        return compared([], [], [], temperature=temperature, seed=seed)
     twice = [*prompts, *prompts]
     _, answers = continued(model, tokenizer, twice, max_new_tokens=run.max_new_tokens, seed=seed)
     golds = list(gold(twice, answers))

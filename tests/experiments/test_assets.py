@@ -297,7 +297,9 @@ def test_openings_are_cut_out_of_plain_narration():
     openings = assets.sentence_openings([TEXT], FREQUENT, min_words=3, max_words=5, seed=0)
     two_sentences = {"The old king", "The old king was", "The old king was very", "The old king was sad"}
     assert set(openings) == two_sentences | {"The king was", "The king was very"}
-    assert openings == assets.sentence_openings([TEXT], FREQUENT, min_words=3, max_words=5, seed=0)
+    assert openings["The old king was"] == " very happy with the bread."  # the first of its sentences
+    again = assets.sentence_openings([TEXT], FREQUENT, min_words=3, max_words=5, seed=0)
+    assert [*openings.items()] == [*again.items()]
 
 
 def test_openings_have_no_rare_words():

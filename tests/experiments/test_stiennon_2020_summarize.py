@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from math import log
 from pathlib import Path
@@ -26,8 +26,6 @@ from experiments.stiennon_2020_summarize import judgements as judgements_stage
 from experiments.stiennon_2020_summarize.report import read
 
 SIZES = {
-    "words": 12,
-    "prompt_words": 2,
     "max_length": 64,
     "max_new_tokens": 5,
     "sft_steps": 2,
@@ -45,20 +43,6 @@ PPO = {"steps": 2, "batch_size": 4, "mini_batch_size": 2, "learning_rate": 1e-3,
 
 
 # Pieces ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_review_is_cut_behind_its_prompt_and_behind_its_last_sentence_that_fits():
-    reviews = [
-        "I saw it.  Twice, no less. And then\nnever again in my whole life.",
-        "Dull. Bad.",
-        "One two three four five.",
-    ]
-    rows = comparisons.review_starts(reviews, words=8, prompt_words=2).to_list()
-    assert rows == [
-        {"prompt": "I saw", "completion": " it. Twice, no less."},
-        {"prompt": "One two", "completion": " three four five."},
-    ]
-    assert comparisons.review_starts(reviews, words=4, prompt_words=2).num_rows == 0
 
 
 @pytest.mark.parametrize(("gap", "chance"), [(0.0, 0.5), (log(3), 0.75), (-log(3), 0.25), (-5000.0, 0.0)])
@@ -132,12 +116,19 @@ def model(tmp_path: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def reviews(monkeypatch: pytest.MonkeyPatch) -> None:
+def books(monkeypatch: pytest.MonkeyPatch) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"
-    texts = [f"the film {a}{b} was so good to me." for a in letters for b in letters[:10]]
-    monkeypatch.setattr(stages, "imdb_reviews", lambda: Dataset.from_dict({"text": texts}))
-    # A gold score without ties that single letters can earn, because VADER knows none of these words.
-    monkeypatch.setattr(comparisons, "sentiment", lambda texts: [text.count("e") + len(text) / 100 for text in texts])
+    texts = {
+        split: {f"the {split} {a}{b}": " was so good to me." for a in letters[start:] for b in letters[:10]}
+        for split, start in (("train", 0), ("test", 16))
+    }
+    monkeypatch.setattr(stages, "endings", texts.__getitem__)
+    monkeypatch.setattr(comparisons, "load_gold", lambda name, device: gold)
+
+
+def gold(texts: Sequence[str]) -> list[float]:
+    """A gold score without ties that single letters can earn."""
+    return [text.count("e") + len(text) / 100 for text in texts]
 
 
 def run_of(tmp_path: Path, model: str, ppo: dict[str, Any] | None = None, **run: Any) -> Path:
@@ -272,13 +263,30 @@ def test_posts_and_preferences_of_files_are_taken(model: str, tmp_path: Path):
     known = DatasetDict.load_from_disk(folder / "comparisons")
     assert set(known["train"]["chosen"]) == {" good one"}
     assert len(known["test"]) == 4
-    gold = comparisons.gold_score(names["gold"])(["post s"], [" says s."])
-    assert gold == comparisons.RewardModel(scorer, tiny.tokenizer())(["post s"], [" says s."])
+    scores = comparisons.gold_score(names["gold"])(["post s"], [" says s."])
+    assert scores == comparisons.RewardModel(scorer, tiny.tokenizer())(["post s"], [" says s."])
 
 
-def test_too_few_comparisons_are_refused(model: str, tmp_path: Path):
+@pytest.mark.slow
+def test_without_a_step_of_fine_tuning_the_model_is_taken_as_it_is_and_every_text_is_the_policys(
+    model: str, tmp_path: Path
+):
+    folder = run_of(tmp_path, model, sft_steps=0, keep_models=True)
+    assert (folder / "sft" / "model.safetensors").read_bytes() == Path(model, "model.safetensors").read_bytes()
+    run = train.RunConfig(model=model, **SIZES | {"sft_steps": 0})
+    data = stages.read_data(run, 0)
+    assert (len(data.sft), len(data.policy)) == (0, 260)
+    assert data.held_out[0] == {"prompt": "the test qa", "completion": " was so good to me."}
+
+
+def test_the_labeller_reads_prompt_and_answer():
+    assert comparisons.gold_score("minilm")(["the", "a"], [" end", " b"]) == gold(["the end", "a b"])
+
+
+@pytest.mark.parametrize("sizes", [{"comparisons": (4, 4000)}, {"eval_prompts": 100}])
+def test_too_few_comparisons_are_refused(model: str, tmp_path: Path, sizes: dict[str, Any]):
     with pytest.raises(ValueError, match=r"comparisons=.*Lower them"):
-        run_of(tmp_path, model, comparisons=(4, 4000))
+        run_of(tmp_path, model, **sizes)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tests.lm import tiny
 from tests.marks import slow_but
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tools.chaos.wandb_files import RunFile
-from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, TrainingArguments
 from transformers.integrations.integration_utils import rewrite_logs
 
 from experiments.assets.data import GUTENBERG
@@ -165,8 +166,6 @@ PROGRAMS = [
             **SHORT,
             **STEPS,
             "max_new_tokens": 5,
-            "words": 12,
-            "prompt_words": 1,
             "max_length": 64,
             "sft_steps": 2,
             "comparisons": [2, 4],
@@ -175,7 +174,7 @@ PROGRAMS = [
             "best_of": [2, 3],
             "kl_coefs": [0.05],
             "judged_models": [],
-            "eval_prompts": 2,
+            "eval_prompts": 1,
         },
         {
             "learning_rate": 1e-05,
@@ -336,6 +335,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=core, **names).save_pretrained(folder / "model")
     tiny.llama(vocab_size=len(vocabulary), max_position_embeddings=256).save_pretrained(folder / "model")
+    shutil.copytree(folder / "model", folder / "gold")
+    scorer = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
+    scorer.save_pretrained(folder / "gold")
 
     books = folder / "cache" / "npm" / f"{GUTENBERG.name}-{GUTENBERG.version}"
     words = PROSE.split()
@@ -373,8 +375,9 @@ def end_wandb() -> None:
 
 
 def tiny_run(program: Program, place: Path) -> dict[str, Any]:
-    names = [name for name in ("model", "encoder") if name in {field.name for field in fields(program.parse([])[0])}]
-    return {**program.sizes, **({name: str(place / "model") for name in names} if program.takes_model else {})}
+    models = {"model": "model", "encoder": "model", "gold": "gold"}
+    names = models.keys() & {field.name for field in fields(program.parse([])[0])}
+    return {**program.sizes, **({name: str(place / models[name]) for name in names} if program.takes_model else {})}
 
 
 def run(program: Program, words: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
