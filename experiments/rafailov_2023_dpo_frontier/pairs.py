@@ -1,9 +1,9 @@
-"""What DPO, SFT on the chosen answers and GRPO share: the pairs of the first two, and the looks during training."""
+"""What DPO, SFT on the chosen, GRPO and RAFT share: the pairs of the first two, and the looks during training."""
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -154,15 +154,26 @@ def follow(
     scored_texts: int,
     title: str,
     panels: Mapping[str, Sequence[str]],
+    learn: Callable[[Looks], None] | None = None,
 ) -> None:
     """Trains, evaluates before, during and after, and writes the summary. Every process calls this function.
 
-    scored_texts: how many texts the reward scores for training.
+    Args:
+        trainer: Its `train` is called, unless there is `learn`.
+        evaluation: Of its model.
+        run: The settings of the looks.
+        scored_texts: How many texts the reward scores for training.
+        title: Of the report.
+        panels: Of the figure of the run.
+        learn: Trains, and looks during training.
     """
     looks = Looks(trainer, evaluation, run)
     before = looks.look()
-    trainer.add_callback(looks)
-    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    if learn is None:
+        trainer.add_callback(looks)
+        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    else:
+        learn(looks)
     after = looks.look()
     if trainer.is_world_process_zero():
         folder = Path(str(trainer.args.output_dir))

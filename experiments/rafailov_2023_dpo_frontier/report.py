@@ -25,6 +25,7 @@ HALF = 0.5  # of the attainable gain
 FURTHEST = 12.0  # nats that the figure shows
 PLACE = "section 6.1, figure 2, left"
 NAMES = {"sigmoid": "DPO", "ipo": "IPO", "hinge": "hinge", "kto_pair": "KTO-pair"}
+SLOW_PPO, SMALL_GAIN = "PPO, the paper's controller", 0.1  # K_beta of Ziegler et al. 2019, arXiv:1909.08593
 Seeds = dict[int, list[Point]]
 
 
@@ -78,7 +79,7 @@ def claims_about() -> Iterator[Claim]:
             scale=SCALE,
             place=PLACE,
         )
-    for first, second in (("GRPO", "PPO"), ("DPO", "GRPO")):
+    for first, second in (("GRPO", "PPO"), ("DPO", "GRPO"), ("RAFT", "PPO")):
         yield Claim(
             f"within {BUDGETS[1]:g} nats {first} gets more reward than {second}",
             (within(BUDGETS[1], first), within(BUDGETS[1], second)),
@@ -86,6 +87,13 @@ def claims_about() -> Iterator[Claim]:
             **margin_fields(PAPER, "reward"),
             origin="ours",
         )
+    yield Claim(
+        f"within {BUDGETS[1]:g} nats the paper's controller (gain {SMALL_GAIN:g}, not 0.5) hardly changes PPO's reward",
+        (within(BUDGETS[1], SLOW_PPO), within(BUDGETS[1], "PPO")),
+        "little",
+        **margin_fields(PAPER, "reward"),
+        origin="ours",
+    )
     yield Claim(
         f"within {BUDGETS[1]:g} nats DPO gets more reward than SFT on the chosen",
         (within(BUDGETS[1], "DPO"), within(BUDGETS[1], "SFT on the chosen")),
@@ -108,10 +116,14 @@ def method_of(run: Run) -> str:
     """Returns the method of a run, from settings that only its program has."""
     if "num_generations" in run.config:
         return "GRPO"
+    if "rounds" in run.config:
+        return "RAFT"
     if "loss_type" in run.config:
         loss = run.config["loss_type"]
         return NAMES.get(loss, str(loss))
-    return "PPO" if "init_kl_coef" in run.config else "SFT on the chosen"
+    if "init_kl_coef" not in run.config:
+        return "SFT on the chosen"
+    return SLOW_PPO if run.config["batch_size"] <= SMALL_GAIN * run.config["horizon"] else "PPO"
 
 
 def points_of(run: Run) -> list[Point]:
@@ -126,7 +138,7 @@ def by_method(runs: Sequence[Run]) -> dict[str, Seeds]:
     groups: dict[str, Seeds] = {}
     for run in runs:
         groups.setdefault(method_of(run), {}).setdefault(run.config["seed"], []).extend(points_of(run))
-    order = [*NAMES.values(), "PPO", "GRPO", "SFT on the chosen"]
+    order = [*NAMES.values(), "PPO", "GRPO", "SFT on the chosen", "RAFT", SLOW_PPO]
     return {name: groups[name] for name in sorted(groups, key=lambda name: [*order, name].index(name))}
 
 
@@ -143,7 +155,7 @@ def scored(runs: Sequence[Run]) -> dict[str, str]:
     """Returns method -> the number of texts that the reward scored in a run, as text."""
     counts: dict[str, set[int]] = {}
     for run in runs:
-        is_ppo = method_of(run) == "PPO"
+        is_ppo = "init_kl_coef" in run.config
         count = run.config["steps"] * run.config["batch_size"] if is_ppo else run.summary["scored_texts"]
         counts.setdefault(method_of(run), set()).add(int(count))
     return {method: " or ".join(f"{count:,}" for count in sorted(different)) for method, different in counts.items()}

@@ -16,7 +16,7 @@ from tests.lm import tiny
 from experiments import frontier, sentiment_ppo
 from experiments.claims import judge
 from experiments.frontier import Frontier, best_within
-from experiments.rafailov_2023_dpo_frontier import grpo, pairs, ppo, report, sft, train
+from experiments.rafailov_2023_dpo_frontier import grpo, pairs, ppo, raft, report, sft, train
 from experiments.rafailov_2023_dpo_frontier.report import points_of, read
 from experiments.run_folders import Run, finished_runs
 
@@ -38,9 +38,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Writes a tiny Llama and its tokenizer; replaces the openings and the reward by ones that suit its characters."""
     tiny.llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    for module in (pairs, sentiment_ppo, grpo):
+    for module in (pairs, sentiment_ppo, grpo, raft):
         monkeypatch.setattr(module, "openings", lambda split: OPENINGS)
-    for module in (pairs, train, sft, ppo, grpo):
+    for module in (pairs, train, sft, ppo, grpo, raft):
         monkeypatch.setattr(module, "sentiment", by_letters)
     return str(tmp_path / "model")
 
@@ -108,6 +108,22 @@ def test_grpo_is_looked_at_on_its_way_and_counts_its_texts(model: str, tmp_path:
         grpo.main(*grpo.settings([], model=model, **arguments(tmp_path), **SIZES))
 
 
+def test_raft_is_looked_at_between_its_rounds_and_counts_its_texts(model: str, tmp_path: Path):
+    sizes = {"rounds": 3, "prompts": 4, "k": 2, "look_every": 2, "per_device_train_batch_size": 2}
+    settings = {name: value for name, value in arguments(tmp_path).items() if name != "max_steps"}
+    raft.main(*raft.settings([], model=model, **settings, **SIZES | sizes))
+    (run,) = finished_runs(tmp_path)
+    kls, _ = run.curve("eval_kl", "eval_reward")
+    assert kls[0] == pytest.approx(0, abs=1e-4)
+    assert len(kls) == 3  # before, after two rounds, at the end
+    assert len({*kls}) == 3
+    rounds, means, best = (run.curve(name, name)[0] for name in ("round", "reward", "reward_of_best"))
+    assert rounds == [1, 2, 3]
+    assert all(mean < highest for mean, highest in zip(means, best, strict=True))
+    assert run.summary["scored_texts"] == 3 * 4 * 2
+    assert report.method_of(run) == "RAFT"
+
+
 # Pairs -----------------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +185,9 @@ SETTINGS = {
     "DPO": {"loss_type": "sigmoid"},
     "IPO": {"loss_type": "ipo"},
     "SFT on the chosen": {},
-    "PPO": {"init_kl_coef": 0.1, "steps": 3, "batch_size": 4},
+    "PPO": {"init_kl_coef": 0.1, "steps": 3, "batch_size": 4, "horizon": 8.0},
+    "PPO, the paper's controller": {"init_kl_coef": 0.1, "steps": 3, "batch_size": 4, "horizon": 40.0},
+    "RAFT": {"rounds": 2},
 }
 SHARED = {"model": "stories15m", "eval_split": "test", "eval_prompts": 2, "max_new_tokens": 16}
 
@@ -242,6 +260,11 @@ def test_the_frontier_is_of_the_runs_openings_and_of_one_model(tmp_path: Path, m
     assert frontier.frontier_of([other, again], rate) is None
     assert frontier.frontier_of([run, other, again], rate) is None
     assert frontier.frontier_of([run], rate) is None  # there is a single seed
+
+
+@pytest.mark.parametrize("method", ["PPO, the paper's controller", "RAFT", "SFT on the chosen", "IPO"])
+def test_a_method_is_known_by_its_settings(tmp_path: Path, method: str):
+    assert report.method_of(run_of(tmp_path, method, 0, (1, 0.5))) == method
 
 
 def test_policies_can_be_mixed_up_to_the_budget():

@@ -35,6 +35,7 @@ from experiments.gao_2022_overoptimization import train as gao
 from experiments.huang_2024_details import train as details
 from experiments.rafailov_2023_dpo_frontier import grpo as frontier_grpo
 from experiments.rafailov_2023_dpo_frontier import ppo as frontier_ppo
+from experiments.rafailov_2023_dpo_frontier import raft as frontier_raft
 from experiments.rafailov_2023_dpo_frontier import sft as frontier_sft
 from experiments.rafailov_2023_dpo_frontier import train as dpo
 from experiments.shao_2024_grpo import ppo as sums_ppo
@@ -217,6 +218,12 @@ PROGRAMS = [
         frontier_ppo,
         {**SHORT, **STEPS, "eval_prompts": 2, "look_every": 1},
         {**AWKWARD_STEPS, "stories_run": {"sampling_temperature": 0.9}},
+    ),
+    Program(
+        frontier_raft,
+        {**BATCH, "samples": 1, "rounds": 2, "prompts": 2, "eval_prompts": 2, "look_every": 1}
+        | {"max_new_tokens": 4},
+        {**AWKWARD, "max_length": None, "run": {"k": 3}},
     ),
     Program(
         grpo,
