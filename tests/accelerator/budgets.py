@@ -32,6 +32,8 @@ from trimtab_lm import (
     GRPOTrainer,
     IterativeSFTConfig,
     IterativeSFTTrainer,
+    KTOConfig,
+    KTOTrainer,
     PPOConfig,
     PPOTrainer,
     RewardConfig,
@@ -165,6 +167,14 @@ def dpo(folder: Path, meter: Meter) -> None:
     DPOTrainer(llama(), args=args, callbacks=[SecondStep(meter)], **options).train()
 
 
+def kto(folder: Path, meter: Meter) -> None:
+    quarter, count = LENGTH // 4, 3 * ROWS
+    columns = {"prompt": texts(count, 3 * quarter, 0), "completion": texts(count, quarter, 1)}
+    rows = Dataset.from_dict({**columns, "label": [i % 2 == 0 for i in range(count)]})
+    options: dict[str, Any] = {"train_dataset": rows, "processing_class": tokenizer(VOCABULARY)}
+    KTOTrainer(llama(), args=KTOConfig(**arguments(folder)), callbacks=[SecondStep(meter)], **options).train()
+
+
 def reward(folder: Path, meter: Meter) -> None:
     args = RewardConfig(**arguments(folder, ROWS // 2))
     options: dict[str, Any] = {"train_dataset": pairs(), "processing_class": tokenizer(VOCABULARY)}
@@ -240,6 +250,7 @@ ROW: dict[str, Callable[..., None]] = {
     "sft step": sft,
     "iterative_sft step": iterative_sft,
     "dpo step": dpo,
+    "kto step": kto,
     "reward step": reward,
     "grpo step with sampling": grpo,
     "grpo sampling": grpo_sampling,

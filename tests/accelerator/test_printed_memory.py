@@ -20,6 +20,8 @@ from trimtab_lm import (
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     PPOConfig,
     PPOTrainer,
     RewardConfig,
@@ -31,7 +33,8 @@ from trimtab_lm import (
 pytestmark = [pytest.mark.accelerator, pytest.mark.filterwarnings("ignore")]
 ROWS, LENGTH, GROUP = 4, 256, 4  # rows of a micro-batch, tokens of a row, answers of a group
 PAIR, NEW = LENGTH // 4, LENGTH // 8  # tokens of an answer of a pair, and of one in a group
-SCORED = {"sft": 0, "reward": 2 * ROWS * PAIR, "dpo": 2 * ROWS * PAIR, "grpo": ROWS * GROUP * NEW, "ppo": ROWS * PAIR}
+SCORED = {"sft": 0, "reward": 2 * ROWS * PAIR, "dpo": 2 * ROWS * PAIR, "kto": ROWS * PAIR}
+SCORED |= {"grpo": ROWS * GROUP * NEW, "ppo": ROWS * PAIR}
 SHAPES: dict[str, dict[str, Any]] = {
     "all weights": {},
     "adapters": {"lora_rank": 8},
@@ -96,6 +99,10 @@ def trained(config: MemoryConfig, model: Any, folder: Path, meter: Meter) -> Any
         trainer = RewardTrainer(model, RewardConfig(**common), train_dataset=columns(**pairs), **options)
     elif config.trainer == "dpo":
         trainer = DPOTrainer(model, args=DPOConfig(**common), train_dataset=columns(**pairs), **options)
+    elif config.trainer == "kto":
+        rows = columns(prompt=LENGTH - PAIR, completion=PAIR)
+        rows = rows.add_column("label", [i % 2 == 0 for i in range(len(rows))])
+        trainer = KTOTrainer(model, args=KTOConfig(**common), train_dataset=rows, **options)
     else:
         sampling = {"max_completion_length": NEW, "generation_kwargs": {"min_new_tokens": NEW}}
         args = GRPOConfig(**common, num_generations=GROUP, **sampling)

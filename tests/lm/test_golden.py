@@ -18,6 +18,8 @@ from trimtab_lm import (
     GRPOTrainer,
     IterativeSFTConfig,
     IterativeSFTTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -37,6 +39,7 @@ KEYS = {
     "sft": ("loss", "entropy", "grad_norm"),
     "reward": ("loss", "accuracy", "scores/margin", "calibration_error", "grad_norm"),
     "dpo": ("loss", "rewards/margins", "rewards/accuracies", "logps/chosen", "entropy/rejected", "grad_norm"),
+    "kto": ("loss", "kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "grad_norm"),
     "grpo": (
         "loss",
         "reward",
@@ -76,6 +79,10 @@ def trainer_of(name: str, folder: str) -> Any:
         return RewardTrainer(tiny.scorer(dtype=torch.float64), RewardConfig(folder, **settings), **data)
     if name == "dpo":
         return DPOTrainer(model, args=DPOConfig(folder, **settings), **data)
+    if name == "kto":
+        answers = {"prompt": [*PAIRS["prompt"]] * 2, "completion": [*PAIRS["chosen"], *PAIRS["rejected"]]}
+        labelled = Dataset.from_dict(answers | {"label": [True] * len(TEXTS) + [False] * len(TEXTS)})
+        return KTOTrainer(model, args=KTOConfig(folder, **settings), **data | {"train_dataset": labelled})
     rollout = {"num_generations": 4, "max_completion_length": 6, "steps_per_generation": 2, "beta": 0.1}
     prompts = Dataset.from_dict({"prompt": [text[:2] for text in TEXTS * 2]})
     return GRPOTrainer(model, count_a, GRPOConfig(folder, **settings | rollout), **data | {"train_dataset": prompts})

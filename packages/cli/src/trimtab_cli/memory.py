@@ -45,7 +45,7 @@ class MemoryConfig:
     """What is trained, and on how many GPUs."""
 
     model: str = setting("Hub id, folder, or configuration file (json) of a language model.")
-    trainer: Literal["sft", "reward", "dpo", "grpo", "ppo"] = setting(
+    trainer: Literal["sft", "reward", "dpo", "kto", "grpo", "ppo"] = setting(
         "In dpo, reward and grpo several answers share a prompt.", default="sft"
     )
     gpus: Count = setting("GPUs that share the training.", default=8)
@@ -171,8 +171,8 @@ def build(model: PreTrainedConfig, config: MemoryConfig, dtype: torch.dtype) -> 
 
 def laid_out(base: PreTrainedModel, config: MemoryConfig) -> dict[str, Tensor]:
     """A micro-batch in the rows in which the trainers lay it out."""
-    count, branches = max(config.tokens // config.length, 1), {"sft": 1, "ppo": 1, "grpo": config.answers}
-    answers = branches.get(config.trainer, 2)
+    count, branches = max(config.tokens // config.length, 1), {"reward": 2, "dpo": 2, "grpo": config.answers}
+    answers = branches.get(config.trainer, 1)
     length = (config.scored or config.tokens) // (count * answers)
     prompt = [0] * (config.length - answers * length)
     group = TokenGroup(prompt, [[0] * length] * answers, [[1] * length] * answers)
