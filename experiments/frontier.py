@@ -1,10 +1,15 @@
-"""What samples of the reference alone say of reward against KL: the attainable frontier, and the best of n."""
+"""What samples of the reference alone say of reward against KL: the attainable frontier, and the best of n.
+
+`python -m experiments.frontier` samples the reference (about 20 minutes on one core) and writes attainable.json, which
+runs and reports read.
+"""
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.special import xlogy
@@ -15,12 +20,16 @@ from experiments.assets.registry import build_once, cache_dir
 from experiments.best_of import expected_best_of, kl_of_best, powers
 from experiments.evaluation import continued
 from experiments.run_folders import Run
+from experiments.sentiment import sentiment
 
 LEAST_EFFECTIVE = 10.0  # samples for each prompt, below which the curve ends
 TEMPERATURES = 400  # values of beta
-ANSWERS, REWARDS = "answers.json", "rewards_of_reference.json"
+ANSWERS = "answers.json"
 BUDGETS = (2.0, 4.0, 8.0)  # in nats per response
-BANK = {"prompts": 32, "samples": 256}  # at most so many openings, and samples of each
+COMMITTED = Path(__file__).with_name("attainable.json")
+SETTINGS: Mapping[str, Any] = {"model": "stories15m", "eval_split": "test", "max_new_tokens": 16}  # of these curves
+PROMPTS, SAMPLES = 32, 2048  # openings of the committed curves, the first of the split, and samples of each
+STEP = 0.05  # nats between two points of the committed frontier
 
 
 @dataclass(frozen=True)
@@ -30,10 +39,12 @@ class Frontier:
     Attributes:
         kls: In nats per response, ascending from 0, [B].
         rewards: The mean rewards at them, from the reference's, [B].
+        errors: Standard errors of these rewards, [B], for another choice of prompts; or none.
     """
 
     kls: np.ndarray
     rewards: np.ndarray
+    errors: np.ndarray | None = None
 
     def reward(self, kl: float) -> float | None:
         """The attainable reward at a KL; None where the samples do not reach it."""
@@ -129,33 +140,65 @@ def rewards_within(points: Sequence[tuple[float, float]]) -> dict[str, float]:
     return {f"reward_within_{budget:g}": best_within(points, budget) for budget in BUDGETS}
 
 
-def frontier_of(runs: Sequence[Run], reward: Callable[[Sequence[str]], Sequence[float]]) -> Frontier | None:
-    """The attainable frontier on the openings of runs, where `bank_rewards` has samples."""
-    rewards = bank_rewards(runs, reward)
-    return None if rewards is None else attainable(rewards)
+def efficiency_at_end(config: Mapping[str, Any], numbers: Mapping[str, float]) -> dict[str, float]:
+    """The efficiency of a trained policy by the committed frontier, by its name in a run's summary.
 
-
-def bank_rewards(runs: Sequence[Run], reward: Callable[[Sequence[str]], Sequence[float]]) -> np.ndarray | None:
-    """The rewards of stories15m's continuations of the openings that runs are evaluated on.
-
-    The folder of the first run keeps them, so that an archive of the runs has them.
+    Args:
+        config: The settings of the run.
+        numbers: reward_before, reward and kl (nats per response).
 
     Returns:
-        [P, N], for N continuations of each of P openings. None if the runs have a single seed, which is not worth the
-        minutes of sampling; if they train another model; or if they differ in the openings or the length of answers.
+        Nothing where the frontier is of other settings, or ends before the KL.
     """
-    if len({run.config["seed"] for run in runs}) == 1:
-        return None
-    names = ("model", "eval_split", "eval_prompts", "max_new_tokens")
-    settings = {tuple(run.config.get(name) for name in names) for run in runs}
-    if len(settings) > 1 or (setting := next(iter(settings)))[0] != "stories15m":
-        return None
-    _, split, count, max_new_tokens = setting
-    if not (file := runs[0].folder / REWARDS).exists():
-        prompts = openings(split)[: min(count, BANK["prompts"])]
-        answers = stories_answers(prompts, samples=BANK["samples"], max_new_tokens=max_new_tokens)
-        file.write_text(json.dumps([list(reward(texts)) for texts in answers]) + "\n", encoding="utf-8")
-    return np.asarray(json.loads(file.read_text(encoding="utf-8")))
+    curves = committed_curves(config)
+    share = curves and curves["attainable"].efficiency(numbers["kl"], numbers["reward"] - numbers["reward_before"])
+    return {"efficiency": share} if share else {}
+
+
+def reference_curves(runs: Sequence[Run]) -> dict[str, Frontier]:
+    """The committed curves, if they are of the settings of all the runs; else none."""
+    curves = [committed_curves(run.config) for run in runs]
+    return curves[0] if all(curves) else {}
+
+
+def committed_curves(config: Mapping[str, Any]) -> dict[str, Frontier]:
+    """The curves `attainable` and `best of n` that are committed for a run's settings; else none.
+
+    They are of the first PROMPTS openings of the split. A run is evaluated on these and on more, or has no curves.
+    """
+    if any(config.get(name) != value for name, value in SETTINGS.items()) or config.get("eval_prompts", 0) < PROMPTS:
+        return {}
+    curves = json.loads(COMMITTED.read_text(encoding="utf-8"))["curves"]
+    return {name: Frontier(**{key: np.asarray(row) for key, row in curve.items()}) for name, curve in curves.items()}
+
+
+def main() -> None:
+    """Samples the reference, and writes the committed curves."""
+    prompts = openings(SETTINGS["eval_split"])[:PROMPTS]
+    answers = stories_answers(prompts, samples=SAMPLES, max_new_tokens=SETTINGS["max_new_tokens"])
+    rewards = np.asarray([sentiment(texts) for texts in answers])
+    best, frontier = best_of_n(rewards), attainable_with_errors(rewards)
+    curves = {
+        "attainable": {"kls": frontier.kls, "rewards": frontier.rewards, "errors": frontier.errors},
+        "best of n": {"kls": best.kls, "rewards": best.rewards},
+    }
+    rounded = {name: {key: np.round(row, 4).tolist() for key, row in curve.items()} for name, curve in curves.items()}
+    content = {"settings": {**SETTINGS, "prompts": PROMPTS, "samples": SAMPLES, "reward": "VADER"}, "curves": rounded}
+    COMMITTED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(f"{COMMITTED.name}: the frontier ends at {frontier.kls[-1]:.2f} nats")
+
+
+def attainable_with_errors(rewards: np.ndarray) -> Frontier:
+    """The frontier of `attainable` at every STEP nats, with errors by the jackknife over prompts.
+
+    Args:
+        rewards: Of N samples of the reference for each of P prompts, [P, N], with P > 1.
+    """
+    whole, count = attainable(rewards), len(rewards)
+    without = [attainable(np.delete(rewards, i, axis=0)) for i in range(count)]
+    kls = np.arange(0.0, min(curve.kls[-1] for curve in (whole, *without)), STEP)
+    others = np.stack([np.interp(kls, curve.kls, curve.rewards) for curve in without])
+    return Frontier(kls, np.interp(kls, whole.kls, whole.rewards), others.std(axis=0) * (count - 1) ** 0.5)
 
 
 def stories_answers(prompts: Sequence[str], *, samples: int, max_new_tokens: int, seed: int = 0) -> list[list[str]]:
@@ -180,3 +223,7 @@ def stories_answers(prompts: Sequence[str], *, samples: int, max_new_tokens: int
     doing = f"sampling {samples} answers to each of {len(prompts)} prompts"
     folder = build_once(cache_dir() / "banks" / f"stories15M-1-{name}", sample, doing)
     return json.loads((folder / ANSWERS).read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,9 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued, kl_of_samples
-from experiments.frontier import rewards_within
+from experiments.frontier import efficiency_at_end, rewards_within
 from experiments.run_folders import append, close_folder, numbers_in, open_folder, read_history, show, write_per_prompt
 from experiments.samples import write_answers
+from experiments.sentiment import sentiment
 from trimtab_common.config import to_flat_dict
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
 from trimtab_lm.sampling.generate import eos_token_ids
@@ -180,6 +181,8 @@ def train(
         points = [(0.0, means["reward_before"]), (after.numbers["kl"], after.numbers["reward"])]
         points += [(row[EVAL_KL], row[EVAL_REWARD]) for row in history if EVAL_KL in row]
         summary = means | {"kl_held": held_kl(history), **rewards_within(points), **(facts or {})}
+        if judge is sentiment:
+            summary |= efficiency_at_end(to_flat_dict(run, ppo), means)
         trainer.tracker.finish({f"final/{name}": value for name, value in summary.items()})
         close_folder(folder, summary)
     return folder

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from experiments.assets import Split, model_folder, openings
 from experiments.evaluation import continued
-from experiments.frontier import rewards_within
+from experiments.frontier import efficiency_at_end, rewards_within
 from experiments.run_folders import finish, show, write_per_prompt
 from experiments.samples import write_answers
 from experiments.sentiment import sentiment
@@ -186,5 +186,5 @@ def follow(
         write_per_prompt(folder, {"reward_before": before.rewards, "reward": after.rewards})
         write_answers(folder, evaluation.prompts, before.answers, after.answers, after.rewards, run.samples)
     summary = {"reward_before": before.numbers["reward"], **after.numbers, "scored_texts": scored_texts}
-    summary |= rewards_within(looks.points)
+    summary |= rewards_within(looks.points) | efficiency_at_end(vars(run), summary)
     finish(trainer, title, panels, summary)

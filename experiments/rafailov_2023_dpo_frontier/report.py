@@ -7,12 +7,11 @@ from matplotlib.axes import Axes
 
 from experiments.claims import Claim, Numbers
 from experiments.figures import Point, curves, frontier, panels
-from experiments.frontier import BUDGETS, Frontier, attainable, bank_rewards, best_of_n, best_within
+from experiments.frontier import BUDGETS, Frontier, best_within, reference_curves
 from experiments.margins import margin_fields
 from experiments.reports import Report, main
 from experiments.run_folders import Run, by
 from experiments.samples import samples_of
-from experiments.sentiment import sentiment
 
 PAPER = "rafailov_2023_dpo_frontier"
 TITLE = "Direct preference optimisation and PPO on the frontier of reward against KL"
@@ -31,8 +30,7 @@ Seeds = dict[int, list[Point]]
 
 def read(runs: Sequence[Run]) -> Report:
     """Reads the most reward of each method and seed within each budget of KL, and its share of the attainable gain."""
-    methods, rewards = by_method(runs), bank_rewards(runs, sentiment)
-    references = {} if rewards is None else {"attainable": attainable(rewards), "best of n": best_of_n(rewards)}
+    methods, references = by_method(runs), reference_curves(runs)
     optimum = references.get("attainable")
     measured: dict[str, Numbers] = {}
     for name, seeds in methods.items():
@@ -47,8 +45,8 @@ def read(runs: Sequence[Run]) -> Report:
         "figure": f"{len(by(runs, 'seed'))} seeds. (a) Each evaluation of each run up to {FURTHEST:g} nats, and each "
         f"method's frontier; {beyond} evaluations lie further. Texts that the reward scored in a run: {texts}. (b) "
         "The most reward within a budget, medians of the seeds, bands from the lower to the upper quartile. Black: the "
-        "best reward at each KL, estimated by reweighting samples of the reference; dotted: the best of 1, 2, 4, ... "
-        "of these samples.",
+        "best reward at each KL, estimated by reweighting samples of the reference, with its standard error (grey); "
+        "dotted: the best of 1, 2, 4, ... of these samples.",
         "efficiency": "The gain of the most reward within a budget, divided by the attainable gain.",
     }
     samples = samples_of({method_of(run): run for run in reversed(runs)})
@@ -175,6 +173,9 @@ def figure(methods: Mapping[str, Seeds], references: Mapping[str, Frontier]) -> 
     for axis in (every, best):
         for (name, curve), dots in zip(references.items(), ("-", ":"), strict=False):
             axis.plot(curve.kls, curve.rewards, dots, color="black", linewidth=1.2, label=name)
+            if curve.errors is not None:
+                low, high = curve.rewards - curve.errors, curve.rewards + curve.errors
+                axis.fill_between(curve.kls, low, high, color="black", alpha=0.15, linewidth=0)
         axis.set_xlabel("KL to the reference (nats per response)")
         axis.set_ylabel("reward of held-out openings (VADER, -1 to 1)")
     every.legend(frameon=False, fontsize=9, loc="lower right")

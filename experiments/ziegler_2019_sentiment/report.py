@@ -7,12 +7,11 @@ from matplotlib import pyplot as plt
 
 from experiments.claims import Claim, Numbers
 from experiments.figures import curves, panels
-from experiments.frontier import Frontier, frontier_of
+from experiments.frontier import Frontier, reference_curves
 from experiments.margins import margin_fields
 from experiments.reports import Report, main, medians_in_words
 from experiments.run_folders import Run, by, of_seeds
 from experiments.samples import samples_of
-from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import KL, REWARD
 
 PAPER = "ziegler_2019_sentiment"
@@ -48,7 +47,7 @@ def read(runs: Sequence[Run]) -> Report:
         measured[distance(target)] = of_seeds(group, lambda run, at=target: run.summary["kl_held"] / at - 1)
     for at, group in learnt.items():
         measured[f"accuracy, {name_of(*at)}"] = of_seeds(group, lambda run: run.summary["choice_accuracy"])
-    attainable = frontier_of(runs, sentiment)
+    attainable = reference_curves(runs).get("attainable")
     if attainable is not None:
         for name, group in groups.items():
             shares = {seed: share_of(run, attainable) for seed, run in of_seeds(group, lambda run: run).items()}

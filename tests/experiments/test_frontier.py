@@ -8,7 +8,8 @@ from scipy import stats
 from scipy.special import rel_entr
 
 from experiments import frontier
-from experiments.frontier import attainable, best_of_n
+from experiments.frontier import attainable, attainable_with_errors, best_of_n, committed_curves
+from experiments.run_folders import Run
 
 
 def gaussian(samples: int, *, deviation: float = 1.0, mean: float = 0.0) -> np.ndarray:
@@ -103,3 +104,61 @@ def test_the_bank_is_sampled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert frontier.stories_answers(["a", "b"], samples=2, max_new_tokens=3) == [["a 0", "a 1"], ["b 2", "b 3"]]
     frontier.stories_answers(["a", "b"], samples=2, max_new_tokens=4)
     assert [call["max_new_tokens"] for call in calls] == [3, 4]
+
+
+def test_errors_are_those_of_a_mean_over_prompts():
+    """Prompts that differ in their level alone have one curve, moved by that level."""
+    levels = np.random.default_rng(0).normal(size=40)
+    curve = attainable_with_errors(levels[:, None] + gaussian(1_000, deviation=0.5))
+    assert curve.errors == pytest.approx(levels.std(ddof=1) / 40**0.5, rel=1e-6)
+    assert curve.rewards[20] == pytest.approx(levels.mean() + 0.5 * 2**0.5, rel=0.01)  # at 1 nat
+
+
+OF_COMMITTED = {"model": "stories15m", "eval_split": "test", "max_new_tokens": 16, "eval_prompts": 128}
+
+
+def test_the_committed_frontier_rises_from_the_reference_and_lies_above_the_best_of_n():
+    curves = committed_curves(OF_COMMITTED)
+    curve, best = curves["attainable"], curves["best of n"]
+    assert curve.kls[0] == best.kls[0] == 0
+    assert curve.rewards[0] == pytest.approx(best.rewards[0], abs=1e-3)
+    assert (np.diff(curve.rewards) > 0).all()
+    assert (np.diff(curve.rewards, 2) < 1e-3).all()  # concave
+    inside = best.kls <= curve.kls[-1]
+    assert (np.interp(best.kls[inside], curve.kls, curve.rewards) >= best.rewards[inside] - 1e-3).all()
+    assert ((curve.errors > 0) & (curve.errors < 0.05)).all()
+
+
+@pytest.mark.parametrize(
+    "other", [{"model": "gpt2"}, {"eval_split": "tune"}, {"max_new_tokens": 24}, {"eval_prompts": 31}]
+)
+def test_the_committed_curves_are_of_their_settings_alone(tmp_path: Path, other: dict):
+    assert committed_curves(OF_COMMITTED | other) == {}
+    assert frontier.efficiency_at_end(OF_COMMITTED | other, {"reward_before": 0.2, "reward": 0.5, "kl": 2.0}) == {}
+    runs = [Run(tmp_path, settings, [], {}) for settings in (OF_COMMITTED, OF_COMMITTED | other)]
+    assert frontier.reference_curves(runs[:1]).keys() == {"attainable", "best of n"}
+    assert frontier.reference_curves(runs) == {}
+
+
+def test_a_run_that_gains_all_that_is_attainable_has_an_efficiency_of_1_and_beyond_the_curve_none():
+    curve = committed_curves(OF_COMMITTED)["attainable"]
+    numbers = {"reward_before": 0.3, "kl": 2.0, "reward": 0.3 + curve.reward(2.0) - curve.rewards[0]}
+    assert frontier.efficiency_at_end(OF_COMMITTED, numbers) == {"efficiency": pytest.approx(1)}
+    assert frontier.efficiency_at_end(OF_COMMITTED, numbers | {"kl": curve.kls[-1] + 1}) == {}
+
+
+def test_the_program_writes_the_curves_of_its_bank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def bank(prompts: list[str], *, samples: int, max_new_tokens: int) -> list[list[str]]:
+        return [["good", "bad", *["so"] * (samples - 2)] for _ in prompts]
+
+    monkeypatch.setattr(frontier, "COMMITTED", tmp_path / "attainable.json")
+    monkeypatch.setattr(frontier, "SAMPLES", 64)
+    monkeypatch.setattr(frontier, "openings", lambda split: ["one", "two", "three"])
+    monkeypatch.setattr(frontier, "stories_answers", bank)
+    monkeypatch.setattr(
+        frontier, "sentiment", lambda texts: [{"good": 1.0, "bad": -1.0}.get(text, 0) for text in texts]
+    )
+    frontier.main()
+    curves = committed_curves(OF_COMMITTED)
+    assert curves["best of n"].rewards[:2] == pytest.approx([0, 1 / 32], abs=1e-4)
+    assert (curves["attainable"].rewards[0], curves["attainable"].errors.max()) == (0, 0)

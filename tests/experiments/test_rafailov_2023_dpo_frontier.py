@@ -1,8 +1,7 @@
 """The frontier of DPO and PPO: pairs, a two-step run of each program, and what the report reads."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -13,7 +12,7 @@ import pytest
 from matplotlib import pyplot as plt
 from tests.lm import tiny
 
-from experiments import frontier, sentiment_ppo
+from experiments import sentiment_ppo
 from experiments.claims import judge
 from experiments.frontier import Frontier, best_within
 from experiments.rafailov_2023_dpo_frontier import grpo, pairs, ppo, raft, report, sft, train
@@ -202,7 +201,7 @@ def run_of(folder: Path, method: str, seed: int, *points: tuple[float, float]) -
 
 @pytest.fixture
 def no_bank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "bank_rewards", lambda runs, reward: None)
+    monkeypatch.setattr(report, "reference_curves", lambda runs: {})
 
 
 @pytest.mark.usefixtures("no_bank")
@@ -230,36 +229,13 @@ def test_a_planted_difference_from_ppo_is_found(tmp_path: Path, gain: float, out
 
 
 def test_the_efficiency_is_of_the_attainable_gain_within_its_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(report, "bank_rewards", lambda runs, reward: np.eye(16))
-    monkeypatch.setattr(report, "attainable", lambda rewards: Frontier(np.array([0, 3.0]), np.array([0.2, 0.8])))
+    curve = Frontier(np.array([0, 3.0]), np.array([0.2, 0.8]))
+    monkeypatch.setattr(report, "reference_curves", lambda runs: {"attainable": curve, "best of n": curve})
     page = read([run_of(tmp_path, "DPO", 3, (2, 0.3))])
     measured = page.measured
     assert [line.get_label() for line in page.figures["figure"].axes[1].lines][1:] == ["attainable", "best of n"]
     assert measured["efficiency within 2 nats, DPO"] == {3: pytest.approx(0.5)}  # 0.2 of 0.4
     assert "efficiency within 4 nats, DPO" not in measured
-
-
-def test_the_frontier_is_of_the_runs_openings_and_of_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def bank(prompts: list[str], *, samples: int, max_new_tokens: int) -> list[list[str]]:
-        assert (prompts, max_new_tokens) == (["one", "two"], 16)
-        return [["good"] * samples, ["bad", "good"] * (samples // 2)]
-
-    monkeypatch.setattr(frontier, "openings", lambda split: ["one", "two", "three"])
-    monkeypatch.setattr(frontier, "stories_answers", bank)
-
-    def rate(texts: Sequence[str]) -> list[float]:
-        return [float(text == "good") for text in texts]
-
-    run = run_of(tmp_path, "DPO", 0, (2, 0.3))
-    again = run_of(tmp_path, "DPO", 1, (2, 0.3))
-    curve = frontier.frontier_of([run, again], rate)
-    assert (curve.rewards[0], curve.rewards[-1]) == (0.75, pytest.approx(1.0))
-    monkeypatch.setattr(frontier, "stories_answers", None)  # the first run's folder has the rewards
-    assert frontier.frontier_of([run, again], rate).rewards.tolist() == curve.rewards.tolist()
-    other = replace(run, config={**run.config, "model": "gpt2"})
-    assert frontier.frontier_of([other, again], rate) is None
-    assert frontier.frontier_of([run, other, again], rate) is None
-    assert frontier.frontier_of([run], rate) is None  # there is a single seed
 
 
 @pytest.mark.parametrize("method", ["PPO, the paper's controller", "RAFT", "SFT on the chosen", "IPO"])

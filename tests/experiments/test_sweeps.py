@@ -221,8 +221,7 @@ PROGRAMS = [
     ),
     Program(
         frontier_raft,
-        {**BATCH, "samples": 1, "rounds": 2, "prompts": 2, "eval_prompts": 2, "look_every": 1}
-        | {"max_new_tokens": 4},
+        {**BATCH, "samples": 1, "rounds": 2, "prompts": 2, "eval_prompts": 2, "look_every": 1} | {"max_new_tokens": 4},
         {**AWKWARD, "max_length": None, "run": {"k": 3}},
     ),
     Program(
