@@ -190,6 +190,7 @@ def figure(runs: Sequence[Run], policies: Sequence[str], heads: Sequence[str]) -
     left.axhline(fmean(run.summary["gold_reference"] for run in runs), color="tab:gray", linestyle="--", linewidth=0.8)
     left.set(xlabel="KL to the fine-tuned policy (nats per answer)", ylabel="score (dashed: gold of the writers)")
     left.set_xscale("symlog", linthresh=1.0)
+    left.set_xlim(left=-0.3)
     left.set_xticks([0, 1, 3, 10, 30, 100], ["0", "1", "3", "10", "30", "100"])
     left.legend(frameon=False, fontsize=9)
     left.grid(alpha=0.3)
