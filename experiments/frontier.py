@@ -150,9 +150,10 @@ def efficiency_at_end(config: Mapping[str, Any], numbers: Mapping[str, float]) -
     Returns:
         Nothing where the frontier is of other settings, or ends before the KL.
     """
-    curves = committed_curves(config)
-    share = curves and curves["attainable"].efficiency(numbers["kl"], numbers["reward"] - numbers["reward_before"])
-    return {"efficiency": share} if share else {}
+    if not (curves := committed_curves(config)):
+        return {}
+    share = curves["attainable"].efficiency(numbers["kl"], numbers["reward"] - numbers["reward_before"])
+    return {} if share is None else {"efficiency": share}
 
 
 def reference_curves(runs: Sequence[Run]) -> dict[str, Frontier]:
