@@ -12,8 +12,8 @@ from accelerate import PartialState
 
 from experiments.assets import openings
 from experiments.gao_2022_overoptimization.best_of_n import best_of_n, write
-from experiments.gao_2022_overoptimization.gold import load_gold
 from experiments.gao_2022_overoptimization.report import CLAIM, FIRST, GOLD, SECOND, TITLE, read
+from experiments.gold import load_gold
 from experiments.proxy import Normalised, Sampler, Score, learn_proxy, shuffled
 from experiments.reports import report_on_run
 from experiments.run_folders import from_recipe

@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-from experiments.gao_2022_overoptimization.gold import load_gold
+from experiments.gold import load_gold
 from trimtab_lm.rewards.model import RewardModel
 
 Gold = Callable[[Sequence[str], Sequence[str]], Sequence[float]]

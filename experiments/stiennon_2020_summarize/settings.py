@@ -36,8 +36,8 @@ class RunConfig:
     gold: str = field(
         default="minilm",
         metadata={
-            "help": "What compares answers, and judges them at the end. minilm: the gold score of "
-            "gao_2022_overoptimization, of prompt and answer; or the hub id or folder of a reward model."
+            "help": "What compares answers, and judges them at the end. minilm: the score of experiments/gold.py, "
+            "of prompt and answer; or the hub id or folder of a reward model."
         },
     )
     label_temperature: float = field(

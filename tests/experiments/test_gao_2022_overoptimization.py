@@ -14,14 +14,14 @@ from datasets import Dataset
 from matplotlib import pyplot as plt
 from tests.lm import tiny
 
-from experiments import sentiment_ppo
+from experiments import gold, sentiment_ppo
 from experiments.best_of import kl_of_best
 from experiments.claims import judge
 from experiments.frozen import choice_regression, logistic_regression, mean_states
-from experiments.gao_2022_overoptimization import best_of_n, gold, train
+from experiments.gao_2022_overoptimization import best_of_n, train
 from experiments.gao_2022_overoptimization.curve import BEST_OF_N, RL, Fit, Form, fit, running_mean
-from experiments.gao_2022_overoptimization.gold import learn_head, sentence_vectors
 from experiments.gao_2022_overoptimization.report import FIRST, GOLD, SECOND, Course, fall, read
+from experiments.gold import learn_head, sentence_vectors
 from experiments.proxy import Normalised, Proxy, Sampler, Samples, learn_weight, text_states
 from experiments.run_folders import Run, read_history
 from trimtab_lm import PPOConfig
