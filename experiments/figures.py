@@ -162,8 +162,9 @@ def frontier(axis: Axes, points: Mapping[str, Sequence[Point]]) -> None:
     """Plots for each label its points (x, y) and their frontier as steps: the largest y at each x or less."""
     for label, pairs in points.items():
         best = frontier_points(pairs)
-        dots = axis.scatter(*zip(*pairs, strict=True), label=label, s=18)
-        axis.plot(*zip(*best, strict=True), color=dots.get_facecolor()[0], drawstyle="steps-post", linewidth=1.2)
+        dots = axis.scatter(*zip(*pairs, strict=True), s=8, alpha=0.4)
+        color = (*dots.get_facecolor()[0][:3], 1.0)
+        axis.plot(*zip(*best, strict=True), color=color, drawstyle="steps-post", linewidth=1.5, label=label)
     _finish_axis(axis)
 
 

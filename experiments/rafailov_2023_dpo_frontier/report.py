@@ -166,7 +166,7 @@ def figure(methods: Mapping[str, Seeds], references: Mapping[str, Frontier]) -> 
         methods: their points.
         references: curves to compare with: attainable, best of n; or none.
     """
-    plot, (every, best) = panels(("all evaluations", "the most reward within a budget"), height=4.4)
+    plot, (every, best) = panels(("all evaluations", "the most reward within a budget"), height=4.8)
     frontier(every, {name: [point for seed in seeds.values() for point in seed] for name, seeds in methods.items()})
     every.set_xlim(-0.5, FURTHEST)
     plot_within(best, methods, [max(BUDGETS) * i / 32 for i in range(33)])
@@ -178,8 +178,9 @@ def figure(methods: Mapping[str, Seeds], references: Mapping[str, Frontier]) -> 
                 axis.fill_between(curve.kls, low, high, color="black", alpha=0.15, linewidth=0)
         axis.set_xlabel("KL to the reference (nats per response)")
         axis.set_ylabel("reward of held-out openings (VADER, -1 to 1)")
-    every.legend(frameon=False, fontsize=9, loc="lower right")
-    best.get_legend().remove()  # the colours are those of the other panel
+    for axis in (every, best):
+        axis.get_legend().remove()
+    plot.legend(*every.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return plot
 
 
