@@ -1,6 +1,6 @@
 """What samples of the reference alone say of reward against KL: the attainable frontier, and the best of n.
 
-`python -m experiments.frontier` samples the reference (about 20 minutes on one core) and writes attainable.json, which
+`python -m experiments.frontier` samples the reference (ten minutes on one core) and writes attainable.json, which
 runs and reports read.
 """
 

@@ -52,7 +52,9 @@ class RunConfig:
     )
     max_length: int = field(default=256, metadata={"help": "Tokens of a prompt with an answer at most."})
     max_new_tokens: int = field(default=20, metadata={"help": "Tokens of an answer at most."})
-    sft_steps: int = field(default=0, metadata={"help": "Optimizer steps of fine-tuning. 0: the model is fine-tuned."})
+    sft_steps: int = field(
+        default=0, metadata={"help": "Optimizer steps of fine-tuning. 0: the model is one that is fine-tuned already."}
+    )
     sft_batch_size: int = field(default=2, metadata={"help": "Rows of max_length tokens in each step."})
     sft_learning_rate: float = field(default=5e-4, metadata={"help": "Peak learning rate of fine-tuning (cosine)."})
     comparisons: tuple[int, ...] = field(

@@ -100,9 +100,12 @@ def texts_of(completions: Mapping[str, str]) -> Dataset:
 
 def fine_tune(name: str, run: RunConfig, data: Data, record: Record, *, seed: int, folder: Path) -> None:
     """Stage 1: trains on the human completions by maximum likelihood; with no steps it copies the model."""
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
     if not run.sft_steps:
         AutoModelForCausalLM.from_pretrained(name).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(name).save_pretrained(folder)
         return
     (args,) = from_recipe(
         sft_stage.RECIPE,
@@ -116,9 +119,6 @@ def fine_tune(name: str, run: RunConfig, data: Data, record: Record, *, seed: in
         per_device_train_batch_size=run.sft_batch_size,
         learning_rate=run.sft_learning_rate,
     )
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     held_out = data.held_out.select(range(min(run.eval_prompts, len(data.held_out))))
     callbacks = [Logged(record, "sft")]
     trainer = SFTTrainer(
@@ -128,7 +128,6 @@ def fine_tune(name: str, run: RunConfig, data: Data, record: Record, *, seed: in
     trainer.train()
     trainer.evaluate()
     trainer.model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def compare(sft: Path, run: RunConfig, data: Data, gold: Gold, record: Record, *, seed: int, folder: Path) -> None:
