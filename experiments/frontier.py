@@ -158,19 +158,21 @@ def efficiency_at_end(config: Mapping[str, Any], numbers: Mapping[str, float]) -
 
 def reference_curves(runs: Sequence[Run]) -> dict[str, Frontier]:
     """The committed curves, if they are of the settings of all the runs; else none."""
-    curves = [committed_curves(run.config) for run in runs]
-    return curves[0] if all(curves) else {}
+    return committed_curves(runs[0].config) if all(has_curves(run.config) for run in runs) else {}
 
 
 def committed_curves(config: Mapping[str, Any]) -> dict[str, Frontier]:
-    """The curves `attainable` and `best of n` that are committed for a run's settings; else none.
-
-    They are of the first PROMPTS openings of the split. A run is evaluated on these and on more, or has no curves.
-    """
-    if any(config.get(name) != value for name, value in SETTINGS.items()) or config.get("eval_prompts", 0) < PROMPTS:
+    """The curves `attainable` and `best of n` that are committed for a run's settings; else none."""
+    if not has_curves(config):
         return {}
     curves = json.loads(COMMITTED.read_text(encoding="utf-8"))["curves"]
     return {name: Frontier(**{key: np.asarray(row) for key, row in curve.items()}) for name, curve in curves.items()}
+
+
+def has_curves(config: Mapping[str, Any]) -> bool:
+    """Whether a run has SETTINGS, and is evaluated on the curves' openings, the first PROMPTS of the split, or more."""
+    is_same = all(config.get(name) == value for name, value in SETTINGS.items())
+    return is_same and config.get("eval_prompts", 0) >= PROMPTS
 
 
 def main() -> None:

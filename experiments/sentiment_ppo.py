@@ -182,7 +182,7 @@ def train(
         points += [(row[EVAL_KL], row[EVAL_REWARD]) for row in history if EVAL_KL in row]
         summary = means | {"kl_held": held_kl(history), **rewards_within(points), **(facts or {})}
         if judge is sentiment:
-            summary |= efficiency_at_end(to_flat_dict(run, ppo), means)
+            summary |= efficiency_at_end(vars(run), means)
         trainer.tracker.finish({f"final/{name}": value for name, value in summary.items()})
         close_folder(folder, summary)
     return folder

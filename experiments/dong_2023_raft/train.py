@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +14,7 @@ from experiments.evaluation import continued
 from experiments.run_folders import begin, finish, from_recipe, show, write_per_prompt
 from experiments.samples import write_answers
 from experiments.sentiment import sentiment
-from trimtab_cli.raft import one_round
+from trimtab_cli.raft import one_round, rows_of_round
 from trimtab_lm.data.prompts import PROMPT_IDS
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
@@ -55,7 +54,6 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
     history = begin(PAPER, run, raft)
     name = model_folder(run.model)
     queries, held_out = openings("train"), openings(run.eval_split)[: run.eval_prompts]
-    rounds = [[queries[(n * run.prompts + i) % len(queries)] for i in range(run.prompts)] for n in range(run.rounds)]
     trainer = IterativeSFTTrainer(name, raft, callbacks=[history])
     tables, is_main = Tables(), trainer.is_world_process_zero()
     limit = SamplingSettings(max_completion_length=run.max_new_tokens)
@@ -79,8 +77,8 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
     trainer.log({"round": int(trainer.state.epoch or 0), "eval_reward": fmean(before)})
     if is_main:
         show("before training", held_out[: run.samples], first_answers[: run.samples])
-    for number, prompts in islice(enumerate(rounds), int(trainer.state.epoch or 0), None):
-        mine = prompts[raft.process_index :: raft.world_size]
+    for number in range(int(trainer.state.epoch or 0), run.rounds):
+        mine = rows_of_round(queries, raft, prompts=run.prompts, number=number)
         encoded = [{"prompt": prompt, PROMPT_IDS: trainer.tokenizer(prompt)["input_ids"]} for prompt in mine]
         mean, best = one_round(trainer, RewardSet(sentiment), backend, encoded, samples=run.k, number=number)
         stats = {"reward": mean, "reward_of_best": best}

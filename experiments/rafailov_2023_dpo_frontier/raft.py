@@ -9,7 +9,7 @@ from experiments.rafailov_2023_dpo_frontier.pairs import PAPER, LookConfig, Look
 from experiments.run_folders import begin, from_recipe
 from experiments.sentiment import sentiment
 from experiments.sentiment_ppo import Evaluation
-from trimtab_cli.raft import one_round
+from trimtab_cli.raft import one_round, rows_of_round
 from trimtab_lm.data.prompts import PROMPT_IDS
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
 from trimtab_lm.rewards.functions import RewardSet
@@ -43,8 +43,7 @@ def main(run: RunConfig, raft: IterativeSFTConfig) -> None:
 
     def learn(looks: Looks) -> None:
         for number in range(run.rounds):
-            mine = range(number * run.prompts + raft.process_index, (number + 1) * run.prompts, raft.world_size)
-            prompts = [queries[place % len(queries)] for place in mine]
+            prompts = rows_of_round(queries, raft, prompts=run.prompts, number=number)
             rows = [{"prompt": prompt, PROMPT_IDS: tokenizer(prompt)["input_ids"]} for prompt in prompts]
             mean, best = one_round(trainer, RewardSet(sentiment), backend, rows, samples=run.k, number=number)
             trainer.log({"round": number + 1, "reward": mean, "reward_of_best": best})

@@ -171,6 +171,7 @@ def figure(methods: Mapping[str, Seeds], references: Mapping[str, Frontier]) -> 
     every.set_xlim(-0.5, FURTHEST)
     plot_within(best, methods, [max(BUDGETS) * i / 32 for i in range(33)])
     for axis in (every, best):
+        axis.get_legend().remove()  # one below the panels names the lines of both
         for (name, curve), dots in zip(references.items(), ("-", ":"), strict=False):
             axis.plot(curve.kls, curve.rewards, dots, color="black", linewidth=1.2, label=name)
             if curve.errors is not None:
@@ -178,8 +179,6 @@ def figure(methods: Mapping[str, Seeds], references: Mapping[str, Frontier]) -> 
                 axis.fill_between(curve.kls, low, high, color="black", alpha=0.15, linewidth=0)
         axis.set_xlabel("KL to the reference (nats per response)")
         axis.set_ylabel("reward of held-out openings (VADER, -1 to 1)")
-    for axis in (every, best):
-        axis.get_legend().remove()
     plot.legend(*every.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return plot
 

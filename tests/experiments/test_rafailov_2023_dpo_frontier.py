@@ -200,11 +200,11 @@ def run_of(folder: Path, method: str, seed: int, *points: tuple[float, float]) -
 
 
 @pytest.fixture
-def no_bank(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "reference_curves", lambda runs: {})
 
 
-@pytest.mark.usefixtures("no_bank")
+@pytest.mark.usefixtures("no_curves")
 def test_each_method_and_seed_has_its_best_reward_within_each_budget(tmp_path: Path):
     runs = [run_of(tmp_path, "DPO", 0, (2, 0.3)), run_of(tmp_path, "DPO", 0, (4, 0.4))]
     runs += [run_of(tmp_path, "PPO", 0, (2, 0.2), (8, 0.5)), run_of(tmp_path, "IPO", 1, (1, 0.98))]
@@ -215,7 +215,7 @@ def test_each_method_and_seed_has_its_best_reward_within_each_budget(tmp_path: P
     assert not any(name.startswith("efficiency") for name in measured)
 
 
-@pytest.mark.usefixtures("no_bank")
+@pytest.mark.usefixtures("no_curves")
 @pytest.mark.parametrize(("gain", "outcome"), [(0.2, "reproduced"), (-0.2, "does not carry over")])
 def test_a_planted_difference_from_ppo_is_found(tmp_path: Path, gain: float, outcome: str):
     runs = []

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from .subcommands import (
     settings,
 )
 
+Row = TypeVar("Row")
 ABOUT = f"""Fine-tuning in rounds: the model samples several completions of each prompt, and learns the one with the
 highest reward. The dataset has a column `prompt`; a reward function gets the others by their names.
 
@@ -73,11 +74,16 @@ def iterative_sft(argv: Sequence[str]) -> int:
     limit = SamplingSettings(max_completion_length=raft.max_new_tokens)
     backend = TransformersRollout(limit, trainer.tokenizer, batch_size=raft.sample_batch_size)
     for number in range(trainer.progress.calls, raft.rounds):
-        places = range(number * raft.prompts + args.process_index, (number + 1) * raft.prompts, args.world_size)
-        batch = [rows[place % len(rows)] for place in places]
+        batch = rows_of_round(rows, args, prompts=raft.prompts, number=number)
         mean, best = one_round(trainer, scorers, backend, batch, samples=raft.samples, number=number)
         trainer.log({"round": number + 1, "reward": mean, "reward_of_best": best})
     return finish(trainer, chat_with(args.output_dir, run))
+
+
+def rows_of_round(rows: Sequence[Row], args: IterativeSFTConfig, *, prompts: int, number: int) -> list[Row]:
+    """This process's share of the `prompts` rows of a round; behind the last row come the first ones again."""
+    places = range(number * prompts + args.process_index, (number + 1) * prompts, args.world_size)
+    return [rows[place % len(rows)] for place in places]
 
 
 def one_round(
