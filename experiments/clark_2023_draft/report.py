@@ -112,15 +112,16 @@ def claims() -> Iterator[Claim]:
     """The paper's claims about DRaFT and DDPO, and ours."""
     moved = fields(PAPER, "reward")
     place, drafts = {"place": "abstract"}, (DRAFT, DRAFT_LV)
-    yield from learns(PAPER, (DDPO, *drafts, DPO))
+    yield from learns(PAPER, (DDPO, NFT, *drafts, DPO))
     for name in drafts:
         yield Claim(f"{name} gains more than DDPO", (f"gain by {name}", f"gain by {DDPO}"), **place, **moved)
         text = f"{name} with a quarter of the evaluations changes warmth more than DDPO with all"
         yield Claim(text, (early(name), f"change by {DDPO}"), **place, **moved)
-    yield Claim(f"{DPO} gains more than DDPO", (f"gain by {DPO}", f"gain by {DDPO}"), origin="ours", **moved)
-    yield Claim(f"{DRAFT} gains more than {DPO}", (f"gain by {DRAFT}", f"gain by {DPO}"), origin="ours", **moved)
-    yield from keeps_quality(PAPER, (DDPO, *drafts, DPO))
-    yield from goes_further(PAPER, (*drafts, DPO), DDPO)
+    for name, other in ((NFT, DDPO), (DPO, DDPO), (DRAFT, DPO)):
+        compared = f"gain by {name}", f"gain by {other}"
+        yield Claim(f"{name} gains more than {other}", compared, origin="ours", **moved)
+    yield from keeps_quality(PAPER, (DDPO, NFT, *drafts, DPO))
+    yield from goes_further(PAPER, (NFT, *drafts, DPO), DDPO)
 
 
 def learns(paper: str, names: Sequence[str]) -> Iterator[Claim]:
