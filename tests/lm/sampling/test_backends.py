@@ -162,11 +162,14 @@ def test_a_completion_ends_with_its_end_token_or_at_the_limit(backend: Callable)
     assert any(row[-1] == tiny.PAD for row in rollout.completions)  # sampled, so it stays
 
 
-def test_a_stop_string_ends_a_completion_too():
+@pytest.mark.parametrize("pad", ["pad_token", "eos_token"])
+def test_a_stop_string_ends_a_completion_too(pad: str):
     text = tiny.tokenizer().decode
     free = sample(plain(8, top_k=1), tiny.llama())
     stop = text(next(row for row in free.completions if len(row) == 8)[2])
-    rollout = sample(plain(8, top_k=1, generation_kwargs={"stop_strings": [stop]}), tiny.llama())
+    backend = plain(8, top_k=1, generation_kwargs={"stop_strings": [stop]})
+    backend.tokenizer.pad_token = getattr(backend.tokenizer, pad)
+    rollout = sample(backend, tiny.llama())
     expected = []
     for row in free.completions:
         characters = [text(token) for token in row]

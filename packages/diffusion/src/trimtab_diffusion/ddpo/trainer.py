@@ -177,6 +177,8 @@ class DDPOTrainer(PipelineTrainer):
     ) -> tuple[list[Tensor], list[Any]]:
         """Rewards [b] of each batch, and the reward function's metadata; called once per epoch, with all its batches.
 
+        `config.reward_timeout` limits the reward function. A replacement that scores otherwise has no limit.
+
         Args:
             prompt_image_pairs: batches [images, prompts, metadata], each of which is sampled when it is asked for.
             is_async: whether `config.max_workers` threads score batches while others are sampled.

@@ -212,6 +212,10 @@ class Completer:
         self.can_share = has_cache and config.use_cache is not False and config.cache_implementation is None
         # Only a custom criterion ends a completion without an end token; otherwise the model sampled the last padding.
         self.has_criterion = bool(config.stop_strings) or "stopping_criteria" in kwargs
+        if self.has_criterion and config.pad_token_id in eos_ids:  # padding would look like a sampled end token
+            count = model.get_input_embeddings().num_embeddings
+            self.config = copy.deepcopy(config)
+            self.config.pad_token_id = next(token for token in reversed(range(count)) if token not in eos_ids)
         self.arguments = {name: value for name, value in kwargs.items() if value is not None}
         self.loop = loop_for(model, config, self.arguments, neutral=PLAIN_SAMPLING, has_cache=has_cache)
         if self.loop is not None:
