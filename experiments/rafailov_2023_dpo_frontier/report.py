@@ -30,7 +30,8 @@ Seeds = dict[int, list[Point]]
 
 def read(runs: Sequence[Run]) -> Report:
     """Reads the most reward of each method and seed within each budget of KL, and its share of the attainable gain."""
-    methods, references = by_method(runs), reference_curves(runs)
+    groups, references = by_method(runs), reference_curves(runs)
+    methods = {name: points_by_seed(group) for name, group in groups.items()}
     optimum = references.get("attainable")
     measured: dict[str, Numbers] = {}
     for name, seeds in methods.items():
@@ -40,16 +41,16 @@ def read(runs: Sequence[Run]) -> Report:
                 shares = {seed: efficiency(points, budget, optimum) for seed, points in seeds.items()}
                 measured[efficiency_name(budget, name)] = shares
     beyond = sum(kl > FURTHEST for seeds in methods.values() for points in seeds.values() for kl, _ in points)
-    texts = ", ".join(f"{name} {count}" for name, count in scored(runs).items())
+    texts = min(map(texts_of, runs), default=0)
     captions = {
         "figure": f"{len(by(runs, 'seed'))} seeds. (a) Each evaluation of each run up to {FURTHEST:g} nats, and each "
-        f"method's frontier; {beyond} evaluations lie further. Texts that the reward scored in a run: {texts}. (b) "
-        "The most reward within a budget, medians of the seeds, bands from the lower to the upper quartile. Black: the "
-        "best reward at each KL, estimated by reweighting samples of the reference, with its standard error (grey); "
-        "dotted: the best of 1, 2, 4, ... of these samples.",
+        f"method's frontier; {beyond} evaluations lie further. The reward scored {texts:,} texts in a run, or as many "
+        "as a name says. (b) The most reward within a budget, medians of the seeds, bands from the lower to the upper "
+        "quartile. Black: the best reward at each KL, estimated by reweighting samples of the reference, with its "
+        "standard error (grey); dotted: the best of 1, 2, 4, ... of these samples.",
         "efficiency": "The gain of the most reward within a budget, divided by the attainable gain.",
     }
-    samples = samples_of({method_of(run): run for run in reversed(runs)})
+    samples = samples_of({name: group[0] for name, group in groups.items()})
     figures = {"figure": figure(methods, references)}
     if optimum is not None:
         figures["efficiency"] = efficiency_figure(methods, optimum)
@@ -131,13 +132,27 @@ def points_of(run: Run) -> list[Point]:
     return sorted({*zip(kls, rewards, strict=True), *ends})
 
 
-def by_method(runs: Sequence[Run]) -> dict[str, Seeds]:
-    """Groups the points of all runs: method -> seed -> points."""
-    groups: dict[str, Seeds] = {}
+def texts_of(run: Run) -> int:
+    """How many texts the reward scored for a run."""
+    is_ppo = "init_kl_coef" in run.config
+    return int(run.config["steps"] * run.config["batch_size"] if is_ppo else run.summary["scored_texts"])
+
+
+def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Groups runs by method; those with more scored texts than the fewest are another method."""
+    fewest = min(map(texts_of, runs), default=0)
+    groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(method_of(run), {}).setdefault(run.config["seed"], []).extend(points_of(run))
+        texts = texts_of(run)
+        name = method_of(run) if texts == fewest else f"{method_of(run)}, {texts:,} texts"
+        groups.setdefault(name, []).append(run)
     order = [*NAMES.values(), "PPO", "GRPO", "SFT on the chosen", "RAFT", SLOW_PPO]
     return {name: groups[name] for name in sorted(groups, key=lambda name: [*order, name].index(name))}
+
+
+def points_by_seed(runs: Sequence[Run]) -> Seeds:
+    """All points of a method's runs: seed -> points."""
+    return {seed: [point for run in group for point in points_of(run)] for seed, group in by(runs, "seed").items()}
 
 
 def efficiency(points: Sequence[Point], budget: float, optimum: Frontier) -> float:
@@ -147,16 +162,6 @@ def efficiency(points: Sequence[Point], budget: float, optimum: Frontier) -> flo
     if share is None:
         raise ValueError(f"the attainable frontier ends before {budget:g} nats. Give a budget in its range.")
     return share
-
-
-def scored(runs: Sequence[Run]) -> dict[str, str]:
-    """Returns method -> the number of texts that the reward scored in a run, as text."""
-    counts: dict[str, set[int]] = {}
-    for run in runs:
-        is_ppo = "init_kl_coef" in run.config
-        count = run.config["steps"] * run.config["batch_size"] if is_ppo else run.summary["scored_texts"]
-        counts.setdefault(method_of(run), set()).add(int(count))
-    return {method: " or ".join(f"{count:,}" for count in sorted(different)) for method, different in counts.items()}
 
 
 def figure(methods: Mapping[str, Seeds], references: Mapping[str, Frontier]) -> plt.Figure:

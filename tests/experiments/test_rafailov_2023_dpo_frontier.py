@@ -191,10 +191,10 @@ SETTINGS = {
 SHARED = {"model": "stories15m", "eval_split": "test", "eval_prompts": 2, "max_new_tokens": 16}
 
 
-def run_of(folder: Path, method: str, seed: int, *points: tuple[float, float]) -> Run:
+def run_of(folder: Path, method: str, seed: int, *points: tuple[float, float], texts: int = 12) -> Run:
     """Returns a run evaluated at these (KL, reward) points, the last one at its end; it starts with a reward of 0.1."""
     history = [{"step": i + 1, "eval_kl": kl, "eval_reward": reward} for i, (kl, reward) in enumerate(points)]
-    summary = {"reward_before": 0.1, "kl": points[-1][0], "reward": points[-1][1], "scored_texts": 9}
+    summary = {"reward_before": 0.1, "kl": points[-1][0], "reward": points[-1][1], "scored_texts": texts}
     (folder / "samples.json").write_text(json.dumps({"query": ["a"], "before": ["b"], "after": [method]}))
     return Run(folder, {"seed": seed, **SHARED, **SETTINGS[method]}, history, summary)
 
@@ -241,6 +241,15 @@ def test_the_efficiency_is_of_the_attainable_gain_within_its_range(tmp_path: Pat
 @pytest.mark.parametrize("method", ["PPO, the paper's controller", "RAFT", "SFT on the chosen", "IPO"])
 def test_a_method_is_known_by_its_settings(tmp_path: Path, method: str):
     assert report.method_of(run_of(tmp_path, method, 0, (1, 0.5))) == method
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_a_method_with_more_scored_texts_is_another_method(tmp_path: Path):
+    runs = [run_of(tmp_path, "DPO", 0, (2, 0.3)), run_of(tmp_path, "DPO", 0, (2, 0.6), texts=1200)]
+    page = read([*runs, run_of(tmp_path, "PPO", 0, (2, 0.5))])
+    best = {name.split("nats, ")[1]: seeds[0] for name, seeds in page.measured.items() if "within 2" in name}
+    assert best == {"DPO": 0.3, "PPO": 0.5, "DPO, 1,200 texts": 0.6}
+    assert "The reward scored 12 texts in a run" in page.captions["figure"]
 
 
 def test_policies_can_be_mixed_up_to_the_budget():
