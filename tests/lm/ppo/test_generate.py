@@ -58,6 +58,18 @@ def test_responses_end_with_their_end_token_and_hold_no_padding():
     assert sum(int(row[-1]) == tiny.EOS for row in responses) > 20
 
 
+@pytest.mark.filterwarnings("ignore:The sampler is not the policy")
+def test_a_stop_string_ends_a_response_though_end_tokens_pad():
+    trainer, queries = tiny.ppo(tiny.policy(), arguments=PADS_WITH_EOS), tiny.rows(6, 2, 9)
+    free = trainer.generate(queries, return_prompt=False, **GREEDY)
+    stop = int(next(row for row in free if len(row) > 2)[1])
+    text = trainer.tokenizer.decode(stop)
+    rows = trainer.generate(queries, return_prompt=False, stop_strings=[text], **GREEDY)
+    expected = [row[: row.tolist().index(stop) + 1] if stop in row else row for row in free]
+    assert [row.tolist() for row in rows] == [row.tolist() for row in expected]
+    assert any(int(row[-1]) == stop for row in rows)
+
+
 def test_an_end_token_inside_the_prompt_is_harmless():
     query = torch.tensor([tiny.EOS, 7, tiny.EOS, 8])
     row = tiny.ppo().generate([query], return_prompt=True, **SAMPLED)[0]

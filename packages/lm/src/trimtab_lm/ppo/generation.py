@@ -92,6 +92,8 @@ class Sampler:
         settings = {"pad_token_id": self.tokenizer.pad_token_id, **fixed, **generation_kwargs}
         with private_rng(self._next_seed(), model.device):
             config, rest = sampling_config(model, **settings)
+            if config.stop_strings:
+                rest.setdefault("tokenizer", self.tokenizer)
             if config.do_sample:
                 self._take_temperature(config.temperature)
             self._note(config)
