@@ -49,21 +49,9 @@ def check_step(
         TypeError, ValueError: with the name and the number of the row that is wrong.
     """
     config, policy, device = trainer.config, trainer.bare, trainer.accelerator.device
-    decoder_start, place = trainer.padding.decoder_start, device if reads_ids else torch.device("cpu")
-    batch_size = config.batch_size
+    decoder_start, batch_size = trainer.padding.decoder_start, config.batch_size
     columns = {"queries": queries, "responses": responses, "scores": scores}
-    for name, column in {**columns, "response_masks": response_masks, "response_rewards": response_rewards}.items():
-        if column is None:
-            continue
-        if not isinstance(column, list):
-            raise TypeError(
-                f"{name} must be a list of tensors, one per response, got {type(column).__name__}. Use list({name})."
-            )
-        if len(column) != batch_size:
-            raise ValueError(
-                f"{name} has {len(column)} entries, but batch_size is {batch_size}. Give one entry per response of the "
-                "batch, or make the config with the batch_size that you use."
-            )
+    _check_entries({**columns, "response_masks": response_masks, "response_rewards": response_rewards}, batch_size)
     vocab_size = vocabulary_size(trainer.model.pretrained_model)
     queries, responses = check_ids("queries", queries, vocab_size), check_ids("responses", responses, vocab_size)
     for i, (query, row) in enumerate(zip(queries, responses, strict=True)):
@@ -91,29 +79,62 @@ def check_step(
             "sampler_logprobs, or set asynchronous_rollouts=False."
         )
     numbers = checked_scores(scores, [f"response {i}" for i in range(batch_size)], source="scores")
-    # `model.generate` returns the decoder start token in front of a response.
+    given = torch.tensor(numbers, device=device)
+    of_tokens = response_masks, response_rewards, sampler_logprobs
+    return _rollout(trainer, queries, responses, given, *of_tokens, reads_ids=reads_ids), given
+
+
+def _check_entries(columns: Mapping[str, Any], batch_size: int) -> None:
+    """Raises unless each column is a list with an entry for each response of the batch, or None."""
+    for name, column in columns.items():
+        if column is None:
+            continue
+        if not isinstance(column, list):
+            raise TypeError(
+                f"{name} must be a list of tensors, one per response, got {type(column).__name__}. Use list({name})."
+            )
+        if len(column) != batch_size:
+            raise ValueError(
+                f"{name} has {len(column)} entries, but batch_size is {batch_size}. Give one entry per response of the "
+                "batch, or make the config with the batch_size that you use."
+            )
+
+
+def _rollout(
+    trainer: Trainer,
+    queries: list[Tensor],
+    responses: list[Tensor],
+    scores: Tensor,
+    response_masks: list[Tensor] | None,
+    response_rewards: list[Tensor] | None,
+    sampler_logprobs: list[Tensor] | None,
+    *,
+    reads_ids: bool,
+) -> Experience:
+    """The checked arguments of a step, where the passes want them, and with the rewards of its turns in each score.
+
+    `model.generate` returns the decoder start token in front of a response, which is left out.
+    """
+    device, decoder_start = trainer.accelerator.device, trainer.padding.decoder_start
+    place = device if reads_ids else torch.device("cpu")
     leads = [int(decoder_start is not None and len(row) > 1 and int(row[0]) == decoder_start) for row in responses]
-    tokens_of: dict[str, Any] = {}
-    for name, rows, at in (
-        ("responses", responses, place),
-        ("response_masks", response_masks, place),
-        ("response_rewards", response_rewards, device),
-        ("sampler_logprobs", sampler_logprobs, device),
-    ):
-        cut = None if rows is None else [row[lead:] for row, lead in zip(rows, leads, strict=True)]
-        tokens_of[name] = cut and moved(cut, at)
-    queries, responses, given = moved(queries, place), tokens_of["responses"], torch.tensor(numbers, device=device)
-    rollout = Experience(
+
+    def cut(rows: list[Tensor] | None, to: torch.device) -> Any:
+        return rows and moved([row[lead:] for row, lead in zip(rows, leads, strict=True)], to)
+
+    queries, responses = moved(queries, place), cut(responses, place)
+    if (rewards := cut(response_rewards, device)) is not None:
+        scores = scores + torch.stack([row.float().sum() for row in rewards])
+    return Experience(
         queries=queries,
-        **tokens_of,
+        responses=responses,
+        response_masks=cut(response_masks, place),
+        response_rewards=rewards,
+        sampler_logprobs=cut(sampler_logprobs, device),
         model_inputs=trainer.prepare_model_inputs(queries, responses),
         lengths=torch.tensor(list(map(len, queries))) + torch.tensor(list(map(len, responses))),
-        scores=given,
+        scores=scores,
     )
-    if rollout.response_rewards is not None:
-        of_turns = torch.stack([row.float().sum() for row in rollout.response_rewards])
-        return replace(rollout, scores=given + of_turns), given
-    return rollout, given
 
 
 def check_fits(sampler_logprobs: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
