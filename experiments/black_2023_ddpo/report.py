@@ -180,7 +180,7 @@ def comparisons(reward: str, paper: str = PAPER) -> Iterator[Claim]:
     groups = tuple(caption.split()[1] for caption in HALVES[""])
     shared: dict[str, Any] = {"kind": "more", "scale": SCALE, "groups": groups}
     moved, kept = (shared | margin_fields(paper, measure) for measure in ("reward", "quality"))
-    for first, second in (("IS", "RWR"), ("SF", "RWR"), ("IS", "SF")):
+    for first, second in (("IS", "RWR"), ("IS", "RWR-sparse"), ("SF", "RWR"), ("IS", "SF")):
         yield Claim(
             f"{reward}: {first} gains more than {second} from as many samples",
             (gain(reward, first), gain(reward, second)),

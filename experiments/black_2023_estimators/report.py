@@ -33,7 +33,7 @@ CLAIM = (
     "more than reward-weighted regression (RWR)."
 )
 REWARD = "warmth"
-LEARNT = NAMES["is"], NAMES["sf"], NAMES["rwr"], NAMES["is"] + WITH_KL
+LEARNT = (*NAMES.values(), NAMES["is"] + WITH_KL)
 
 
 def read(runs: Sequence[Run]) -> Report:
@@ -61,7 +61,7 @@ def claims() -> Iterator[Claim]:
             than=KEPT,
             **shared | margin_fields(PAPER, "quality"),
         )
-    for name in LEARNT[:3]:
+    for name in NAMES.values():
         yield Claim(
             f"{REWARD}: {name} raises it above its control without a reward",
             (gain(REWARD, name),),
