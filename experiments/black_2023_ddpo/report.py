@@ -92,11 +92,12 @@ def read(runs: Sequence[Run]) -> Report:
     if not panels:
         return Report(measured, claims, {}, {})
     count = len(by(runs, "seed"))
+    first, second = ("Left", "Right") if len(panels) == 1 else ("Above", "Below")
     captions = {
         "pictures": "The same captions from the same noise: before training, after a training on random numbers, and "
         "halfway and after the training on each reward; the first seed, the first captions.",
-        "figure": "Above: the mean reward of all captions over the number of scored samples: "
-        f"{medians_in_words(count)}. The dashed line is the best of 64 samples of the base model. Below: the same "
+        "figure": f"{first}: the mean reward of all captions over the number of scored samples: "
+        f"{medians_in_words(count)}. The dashed line is the best of 64 samples of the base model. {second}: the same "
         "trainings as paths from the base model, mean of the seeds; quality is the share of pictures in which the "
         f"classifier finds name and colour of the caption. Dashed: {KEPT:.0f}% of the base model's quality, and a "
         "third of the reachable range.",
@@ -205,13 +206,17 @@ def curve(run: Run, measure: str) -> Curve:
 
 
 def figure(rewards: Mapping[str, Methods]) -> plt.Figure:
-    """Plots for each reward, two side by side, the paper's figure 4 and, if quality is known, the reward against it."""
+    """Plots for each reward the paper's figure 4 and, if quality is known, the reward against it.
+
+    Several rewards are in columns, two side by side. The panels of a single one are side by side.
+    """
     runs = [run for groups in rewards.values() for group in groups.values() for run in group]
     rows = 2 if all(QUALITY in run.summary for run in runs) else 1
-    across, down = min(2, len(rewards)), rows * ((len(rewards) + 1) // 2)
+    is_single = len(rewards) == 1
+    across, down = (rows, 1) if is_single else (2, rows * ((len(rewards) + 1) // 2))
     plot, axes = plt.subplots(down, across, figsize=(4.2 * across, 3.6 * down), layout="constrained", squeeze=False)
     for number, (reward, groups) in enumerate(rewards.items()):
-        column = axes[rows * (number // 2) :, number % 2]
+        column = axes[0] if is_single else axes[rows * (number // 2) :, number % 2]
         curves(column[0], {name: [curve(run, reward) for run in group] for name, group in groups.items()})
         column[0].set_title(reward, fontsize=10)
         column[0].set_xlabel("scored samples")
@@ -221,8 +226,12 @@ def figure(rewards: Mapping[str, Methods]) -> plt.Figure:
             column[0].axhline(start + REACHABLE[reward], color="grey", linestyle="--", linewidth=1)
         if rows == 2:
             against_quality(column[1], reward, groups)
-    for axis in axes[-rows:, 1:].flat if len(rewards) % 2 else ():
+    for axis in axes[-rows:, 1:].flat if len(rewards) % 2 and not is_single else ():
         axis.axis("off")
+    if is_single:  # one legend below the panels
+        plot.legend(*axes[0, -1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+        for axis in axes.flat:
+            axis.get_legend().remove()
     return plot
 
 
