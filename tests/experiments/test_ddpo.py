@@ -270,10 +270,10 @@ def test_estimators_that_rank_as_in_the_paper_are_reproduced(tmp_path: Path):
     assert [verdict.outcome for verdict in verdicts if verdict.claim.origin == "ours"] == ["holds"] * 2
     assert {verdict.seeds for verdict in verdicts} == {8}
     assert list(report.figures) == list(report.captions) == ["pictures", "figure"]
-    above, below = report.figures["figure"].axes
+    left, _ = report.figures["figure"].axes
     labels = ["IS", "SF", "RWR", *(f"{name}, no reward" for name in ("IS", "SF", "RWR"))]
-    assert [line.get_label() for line in above.lines[: len(labels)]] == [f"{label} (8 seeds)" for label in labels]
-    assert [text.get_text() for text in below.get_legend().get_texts()] == labels
+    assert [line.get_label() for line in left.lines[: len(labels)]] == [f"{label} (8 seeds)" for label in labels]
+    assert [text.get_text() for text in report.figures["figure"].legends[0].get_texts()] == labels
     words = [text.get_text() for axis in report.figures["pictures"].axes for text in axis.texts]
     assert words == [
         "before training",
