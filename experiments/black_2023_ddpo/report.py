@@ -212,11 +212,13 @@ def figure(rewards: Mapping[str, Methods]) -> plt.Figure:
     """
     runs = [run for groups in rewards.values() for group in groups.values() for run in group]
     rows = 2 if all(QUALITY in run.summary for run in runs) else 1
-    is_single = len(rewards) == 1
-    across, down = (rows, 1) if is_single else (2, rows * ((len(rewards) + 1) // 2))
+    across, down = min(2, len(rewards)), rows * ((len(rewards) + 1) // 2)
+    if is_single := len(rewards) == 1:
+        across, down = down, across
     plot, axes = plt.subplots(down, across, figsize=(4.2 * across, 3.6 * down), layout="constrained", squeeze=False)
+    axes = axes.T if is_single else axes
     for number, (reward, groups) in enumerate(rewards.items()):
-        column = axes[0] if is_single else axes[rows * (number // 2) :, number % 2]
+        column = axes[rows * (number // 2) :, number % 2]
         curves(column[0], {name: [curve(run, reward) for run in group] for name, group in groups.items()})
         column[0].set_title(reward, fontsize=10)
         column[0].set_xlabel("scored samples")
@@ -226,10 +228,10 @@ def figure(rewards: Mapping[str, Methods]) -> plt.Figure:
             column[0].axhline(start + REACHABLE[reward], color="grey", linestyle="--", linewidth=1)
         if rows == 2:
             against_quality(column[1], reward, groups)
-    for axis in axes[-rows:, 1:].flat if len(rewards) % 2 and not is_single else ():
+    for axis in axes[-rows:, 1:].flat if len(rewards) % 2 else ():
         axis.axis("off")
     if is_single:  # one legend below the panels
-        plot.legend(*axes[0, -1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+        plot.legend(*axes[-1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
         for axis in axes.flat:
             axis.get_legend().remove()
     return plot

@@ -30,7 +30,8 @@ Seeds = dict[int, list[Point]]
 
 def read(runs: Sequence[Run]) -> Report:
     """Reads the most reward of each method and seed within each budget of KL, and its share of the attainable gain."""
-    groups, references = by_method(runs), reference_curves(runs)
+    texts, references = min(map(texts_of, runs), default=0), reference_curves(runs)
+    groups = by_method(runs, texts)
     methods = {name: points_by_seed(group) for name, group in groups.items()}
     optimum = references.get("attainable")
     measured: dict[str, Numbers] = {}
@@ -41,7 +42,6 @@ def read(runs: Sequence[Run]) -> Report:
                 shares = {seed: efficiency(points, budget, optimum) for seed, points in seeds.items()}
                 measured[efficiency_name(budget, name)] = shares
     beyond = sum(kl > FURTHEST for seeds in methods.values() for points in seeds.values() for kl, _ in points)
-    texts = min(map(texts_of, runs), default=0)
     captions = {
         "figure": f"{len(by(runs, 'seed'))} seeds. (a) Each evaluation of each run up to {FURTHEST:g} nats, and each "
         f"method's frontier; {beyond} evaluations lie further. The reward scored {texts:,} texts in a run, or as many "
@@ -138,9 +138,8 @@ def texts_of(run: Run) -> int:
     return int(run.config["steps"] * run.config["batch_size"] if is_ppo else run.summary["scored_texts"])
 
 
-def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def by_method(runs: Sequence[Run], fewest: int) -> dict[str, list[Run]]:
     """Groups runs by method; those with more scored texts than the fewest are another method."""
-    fewest = min(map(texts_of, runs), default=0)
     groups: dict[str, list[Run]] = {}
     for run in runs:
         texts = texts_of(run)
