@@ -80,8 +80,10 @@ def check_step(
         )
     numbers = checked_scores(scores, [f"response {i}" for i in range(batch_size)], source="scores")
     given = torch.tensor(numbers, device=device)
-    of_tokens = response_masks, response_rewards, sampler_logprobs
-    return _rollout(trainer, queries, responses, given, *of_tokens, reads_ids=reads_ids), given
+    rollout = _rollout(
+        trainer, queries, responses, given, response_masks, response_rewards, sampler_logprobs, reads_ids=reads_ids
+    )
+    return rollout, given
 
 
 def _check_entries(columns: Mapping[str, Any], batch_size: int) -> None:
