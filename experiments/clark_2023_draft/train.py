@@ -55,7 +55,8 @@ CONFIGS: dict[str, type[PipelineConfig]] = {
     "draft": AlignPropConfig,
     "diffusion_dpo": DiffusionDPOConfig,
 }
-METHODS = {"unet": ("ddpo", "nft", "draft", "diffusion_dpo"), "flow": ("flow_grpo", "nft", "draft", "diffusion_dpo")}
+METHODS = {"unet": ("ddpo", "nft", "draft", "diffusion_dpo")}
+METHODS["flow"] = ("flow_grpo", *METHODS["unet"])
 KNOWN = "; ".join(f"--base {base}: {', '.join(methods)}" for base, methods in METHODS.items())
 EARLY = 1 / 4  # of the evaluations: once they are spent, a run with a reward is measured during its training
 

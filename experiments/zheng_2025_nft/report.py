@@ -1,4 +1,4 @@
-"""Judges Flow-GRPO, DiffusionNFT, DRaFT and Diffusion-DPO on a flow, at equal evaluations of the denoiser.
+"""Judges DDPO, Flow-GRPO, DiffusionNFT, DRaFT and Diffusion-DPO on a flow, at equal evaluations of the denoiser.
 
 python -m experiments.zheng_2025_nft.report FOLDER ...
 """
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from experiments.claims import Claim
 from experiments.clark_2023_draft.report import (
+    DDPO,
     DPO,
     DRAFT,
     FLOW_GRPO,
@@ -38,14 +39,14 @@ def read(runs: Sequence[Run]) -> Report:
 def claims() -> Iterator[Claim]:
     """The paper's claims about DiffusionNFT and Flow-GRPO, and ours."""
     moved, place = fields(PAPER, "reward"), {"place": "abstract", "number": "up to 25 times as efficient"}
-    yield from learns(PAPER, (FLOW_GRPO, NFT, DRAFT, DPO))
+    yield from learns(PAPER, (DDPO, FLOW_GRPO, NFT, DRAFT, DPO))
     yield Claim(f"{NFT} gains more than {FLOW_GRPO}", (f"gain by {NFT}", f"gain by {FLOW_GRPO}"), **place, **moved)
     text = f"{NFT} with a quarter of the evaluations changes warmth more than {FLOW_GRPO} with all"
     yield Claim(text, (early(NFT), f"change by {FLOW_GRPO}"), **place, **moved)
-    for name, other in ((DRAFT, FLOW_GRPO), (DPO, FLOW_GRPO), (DRAFT, NFT), (DPO, NFT)):
+    for name, other in ((FLOW_GRPO, DDPO), (DRAFT, FLOW_GRPO), (DPO, FLOW_GRPO), (DRAFT, NFT), (DPO, NFT)):
         compared = f"gain by {name}", f"gain by {other}"
         yield Claim(f"{name} gains more than {other}", compared, origin="ours", **moved)
-    yield from keeps_quality(PAPER, (FLOW_GRPO, NFT, DRAFT, DPO))
+    yield from keeps_quality(PAPER, (DDPO, FLOW_GRPO, NFT, DRAFT, DPO))
     yield from goes_further(PAPER, (NFT, DRAFT, DPO), FLOW_GRPO)
 
 

@@ -29,6 +29,8 @@ OF_REWARDS = {"sample_batch_size": 4, "group_size": 2, "train_timestep_fraction"
 OF_METHOD: dict[str, tuple[dict[str, Any], list[int]]] = {
     # 4 samples of 2 steps, the check of their 8 probabilities, and 3 for each of 8 steps, forward and backward
     "unet ddpo": (OF_REWARDS, [8 + 8 + 24, 72]),
+    # as on a U-Net: both steps are random
+    "flow ddpo": (OF_REWARDS, [8 + 8 + 24, 72]),
     # 4 samples of 2 steps, of which the first alone is random: 4 probabilities, and 3 for each of 4 steps
     "flow flow_grpo": (OF_REWARDS, [8 + 4 + 12, 44]),
     # 4 samples of 2 steps, and at each of 8 noised ones 3 and the old policy's 1
@@ -83,7 +85,6 @@ def test_a_method_ends_before_it_exceeds_its_evaluations_which_are_counted_by_ha
     [
         ["--method", "ppo"],
         ["--method", "flow_grpo"],
-        ["--method", "ddpo", "--base", "flow"],
         ["--base", "vae"],
         ["--reward", "beauty"],
         ["--resume_from", "latest"],
@@ -209,9 +210,10 @@ def test_planted_effects_are_found(tmp_path: Path):
 
 @pytest.mark.usefixtures("close_figures")
 def test_planted_effects_on_a_flow_are_found(tmp_path: Path):
-    runs = of_all(tmp_path, {"flow_grpo": 0.10, "nft": 0.25, "draft": 0.17, "diffusion_dpo": 0.10}, nft=0.5)
+    runs = of_all(tmp_path, {"ddpo": 0.04, "flow_grpo": 0.10, "nft": 0.25, "draft": 0.17, "diffusion_dpo": 0.10}, nft=0.5)
     found, early = outcomes(runs, zheng.read), "DiffusionNFT with a quarter of the evaluations changes warmth more than"
     assert found["DiffusionNFT gains more than Flow-GRPO"] == found[f"{early} Flow-GRPO with all"] == "reproduced"
+    assert found["Flow-GRPO gains more than DDPO"] == "holds"
     assert found["DRaFT-1 gains more than Flow-GRPO"] == "holds"
     assert found["DRaFT-1 gains more than DiffusionNFT"] == "does not hold"
     assert found["Diffusion-DPO gains more than Flow-GRPO"] == "no effect that matters"
