@@ -210,7 +210,9 @@ def test_planted_effects_are_found(tmp_path: Path):
 
 @pytest.mark.usefixtures("close_figures")
 def test_planted_effects_on_a_flow_are_found(tmp_path: Path):
-    runs = of_all(tmp_path, {"ddpo": 0.04, "flow_grpo": 0.10, "nft": 0.25, "draft": 0.17, "diffusion_dpo": 0.10}, nft=0.5)
+    runs = of_all(
+        tmp_path, {"ddpo": 0.04, "flow_grpo": 0.10, "nft": 0.25, "draft": 0.17, "diffusion_dpo": 0.10}, nft=0.5
+    )
     found, early = outcomes(runs, zheng.read), "DiffusionNFT with a quarter of the evaluations changes warmth more than"
     assert found["DiffusionNFT gains more than Flow-GRPO"] == found[f"{early} Flow-GRPO with all"] == "reproduced"
     assert found["Flow-GRPO gains more than DDPO"] == "holds"
