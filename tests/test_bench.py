@@ -12,7 +12,7 @@ from tools.bench import __main__ as bench
 from tools.bench import process
 from tools.bench.__main__ import README, BenchError, check, main
 from tools.bench.measuring import Clock, Tokens
-from tools.bench.models import SHAPES, write_language_models, write_shapes
+from tools.bench.models import TRAINED, write_language_models, write_trained
 from tools.bench.profiling import second_step, shares
 from tools.bench.sizes import SIZES, token_ids
 from tools.bench.table import BEGIN, END, headline, page
@@ -149,11 +149,12 @@ def test_two_processes_of_ours_are_measured_beside_each_other(capsys, monkeypatc
     assert README.read_text() == before
 
 
-def test_transformers_4_finds_the_text_encoder_under_its_names(tmp_path: Path) -> None:
-    write_shapes(tmp_path)
+@pytest.mark.parametrize("name", TRAINED)
+def test_transformers_4_finds_the_text_encoder_under_its_names(name: str, tmp_path: Path) -> None:
+    write_trained(name, tmp_path)
     assert all(name.startswith("text_model.") for name in load_file(tmp_path / "text_encoder/model.safetensors"))
     encoder, original = (
-        CLIPTextModel.from_pretrained(folder, subfolder="text_encoder") for folder in (tmp_path, SHAPES)
+        CLIPTextModel.from_pretrained(folder, subfolder="text_encoder") for folder in (tmp_path, TRAINED[name])
     )
     for name, weight in original.state_dict().items():
         torch.testing.assert_close(encoder.state_dict()[name], weight, rtol=0, atol=0)

@@ -16,7 +16,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 PAD, BOS, EOS = range(3)
-SHAPES = Path(__file__).parents[2] / "experiments/black_2023_ddpo/shapes"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+TRAINED = {"shapes": EXPERIMENTS / "black_2023_ddpo/shapes", "emoji": EXPERIMENTS / "emoji/pipeline"}
+"""The Stable Diffusion pipelines that the experiments trained."""
+CAPTIONS = "captions.json"  # of these: caption -> what ddpo_to_reward subtracts from its rewards
+CLASSIFIER = "recognised.pt2"  # of the emoji: images of these captions -> 1 where name and colour are recognised
+SHAPES = [f"a {color} {shape}" for color in ("red", "green", "blue") for shape in ("circle", "square", "cross")]
 SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 
 
@@ -41,12 +46,44 @@ def write_stable_diffusion(size: Size, folder: Path) -> None:
     _name_text_encoder(folder)
 
 
-def write_shapes(folder: Path) -> None:
-    """Writes the Stable Diffusion of coloured shapes that experiments/black_2023_ddpo trained."""
-    shutil.copytree(SHAPES, folder, dirs_exist_ok=True)
+def write_trained(name: str, folder: Path) -> None:
+    """Writes one of the pipelines in TRAINED, and what its captions' rewards are compared with."""
+    shutil.copytree(TRAINED[name], folder, dirs_exist_ok=True)
     core = json.loads((folder / "tokenizer/tokenizer.json").read_text())["model"]
     _write_words(folder, core["vocab"], core["merges"])
     _name_text_encoder(folder)
+    if name == "emoji":
+        _write_emoji(folder)
+    else:
+        (folder / CAPTIONS).write_text(json.dumps(dict.fromkeys(SHAPES, 0.0)))
+
+
+def _write_emoji(folder: Path, samples: int = 16) -> None:
+    """Writes the mean warmth of the base model's samples of each caption, and the classifier, as a program of torch."""
+    from experiments.emoji.classifier import shipped_classifier
+    from experiments.emoji.drawings import TRAINED as EMOJI
+    from experiments.emoji.measure import sampled, shipped
+    from experiments.emoji.rewards import wanted, warmth
+
+    images = sampled(shipped("unet"), EMOJI * samples, steps=5, guidance=3.0)  # as in ddpo_to_reward
+    means = warmth(images, ()).unflatten(0, (samples, -1)).mean(0)
+    (folder / CAPTIONS).write_text(json.dumps(dict(zip(EMOJI, means.tolist(), strict=True))))
+    wanted_names, wanted_colours = wanted(EMOJI, torch.device("cpu"))
+
+    class Recognised(nn.Module):
+        """For images of all captions in turn, 1 where the classifier finds name and colour."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.classifier = shipped_classifier()
+            self.register_buffer("names", wanted_names)
+            self.register_buffer("colours", wanted_colours)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            by_name, by_colour = self.classifier(images)
+            return ((by_name.argmax(1) == self.names) & (by_colour.argmax(1) == self.colours)).float()
+
+    torch.export.save(torch.export.export(Recognised(), (images[: len(EMOJI)],)), folder / CLASSIFIER)
 
 
 def _write_words(folder: Path, vocabulary: dict[str, int], merges: list[list[str]]) -> None:
@@ -127,7 +164,8 @@ def main(name: str, folder: Path) -> None:
     mark.unlink(missing_ok=True)
     write_language_models(SIZES[name], folder)
     write_stable_diffusion(SIZES[name], folder / "diffusion")
-    write_shapes(folder / "shapes")
+    for pipeline in TRAINED:
+        write_trained(pipeline, folder / pipeline)
     mark.write_text(wanted)
 
 

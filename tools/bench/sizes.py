@@ -43,7 +43,7 @@ class Size:
         ppo_steps: timed steps of PPO with updates; fewer than `steps`, because each has many updates.
         ppo_batch, ppo_minibatch, ppo_epochs, ppo_new_tokens: PPO's batch, minibatch, epochs and tokens per response.
         images, denoising_steps: DDPO's images per epoch, in two batches, and denoising steps per image.
-        scored, reward: images per epoch when DDPO trains until a mean reward, and that reward in kB.
+        base, scored, goals: for DDPO until a mean reward: the pipeline, images per epoch, and each pipeline's reward.
         matmul: width of the square matrices that measure the machine's rate.
         pair: number of this pair of processes, from 0; works that depend on luck choose their seeds by it.
     """
@@ -66,8 +66,9 @@ class Size:
     ppo_new_tokens: int = 32
     images: int = 8
     denoising_steps: int = 8
+    base: str = "shapes"
     scored: int = 128
-    reward: float = 0.83
+    goals: dict[str, float] = field(default_factory=lambda: {"shapes": 0.83, "emoji": 0.032})
     matmul: int = 2048
     pair: int = 0
 
@@ -95,7 +96,7 @@ TINY = Size(
     images=2,
     denoising_steps=2,
     scored=8,
-    reward=0.7,
+    goals={"shapes": 0.7, "emoji": -0.5},
     matmul=256,
 )
 SIZES = {

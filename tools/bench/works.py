@@ -76,6 +76,14 @@ LONG = {"sizes": {"median": 640, "longest": 1280, "prompts": 2, "new_tokens": 12
 LONG_BATCH = {"sizes": {"median": 640, "longest": 1280, "ppo_batch": 8, "ppo_epochs": 2}}
 # Each of three passes trains on one of a sample's ten steps.
 FEW_STEPS = {"train_timestep_fraction": 0.1, "train_num_inner_epochs": 3}
+# On emoji a third of the range from a caption's mean to the best of 64 samples. TRL's statistics of a caption are those of
+# a group if the program repeats each caption.
+EMOJI = {"train_timestep_fraction": 0.6, "train_learning_rate": 3e-4, "sizes": {"base": "emoji", "scored": 64}}
+GROUPS = {
+    "captions_repeated": 8,
+    "per_prompt_stat_tracking": True,
+    **dict.fromkeys(("per_prompt_stat_tracking_buffer_size", "per_prompt_stat_tracking_min_count"), 8),
+}
 ONE_UPDATE = {"train_gradient_accumulation_steps": 2}
 AT_ONCE, FOUR = {"call": {"batch_size": 32}}, {"call": {"batch_size": 4}}
 GENERATE, STEP, BOTH = ({"phase": phase} for phase in ("generate", "step", "both"))
@@ -125,6 +133,22 @@ WORKS = [
         equal=PIPELINE,
     ),
     Work("ddpo-to-reward-few-steps", "ddpo_to_reward", Side(TRL_DDPO), settings=FEW_STEPS, equal=PIPELINE),
+    Work(
+        "ddpo-to-reward-emoji",
+        "ddpo_to_reward",
+        Side(TRL_DDPO),
+        Side(OURS, {"group_size": 8}),
+        settings=EMOJI,
+        equal=PIPELINE,
+    ),
+    Work(
+        "ddpo-to-reward-emoji-groups",
+        "ddpo_to_reward",
+        Side(TRL_DDPO, GROUPS),
+        Side(OURS, {"group_size": 8}),
+        settings=EMOJI,
+        equal=PIPELINE,
+    ),
 ]
 
 FAIR = {
