@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tools.bench.models import TRAINED, write_language_models, write_trained
 from tools.bench.profiling import second_step, shares
 from tools.bench.sizes import SIZES, token_ids
 from tools.bench.table import BEGIN, END, headline, page
-from tools.bench.tasks import ppo, sft
+from tools.bench.tasks import ddpo_to_reward, ppo, sft
 from tools.bench.works import ABLATIONS, WORKS
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextModel, LlamaForCausalLM
@@ -151,10 +152,28 @@ def test_two_processes_of_ours_are_measured_beside_each_other(capsys, monkeypatc
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_transformers_4_finds_the_text_encoder_under_its_names(name: str, tmp_path: Path) -> None:
-    write_trained(name, tmp_path)
+    write_trained(name, tmp_path, samples=1)
     assert all(name.startswith("text_model.") for name in load_file(tmp_path / "text_encoder/model.safetensors"))
     encoder, original = (
         CLIPTextModel.from_pretrained(folder, subfolder="text_encoder") for folder in (tmp_path, TRAINED[name])
     )
     for name, weight in original.state_dict().items():
         torch.testing.assert_close(encoder.state_dict()[name], weight, rtol=0, atol=0)
+
+
+@pytest.mark.slow  # two short trainings
+def test_ddpo_trains_on_emoji_to_a_goal_and_a_classifier_reads_its_images(tmp_path: Path) -> None:
+    write_trained("emoji", tmp_path / "emoji", samples=1)
+    size = replace(SMOKE, base="emoji")
+    settings = {"sample_num_steps": 2, "group_size": 2}
+    measurement = ddpo_to_reward.run("trimtab_lm", size, settings, str(tmp_path))
+    assert measurement.facts["epochs"] >= 2
+    assert measurement.facts["recognised before"] > 0.5
+    assert 0 < measurement.facts["recognised"] <= 1
+
+
+def test_captions_are_drawn_in_rows_of_the_same() -> None:
+    first = [*islice(ddpo_to_reward.drawn(["a", "b", "c"], times=4, seed=3), 40)]
+    assert first == [*islice(ddpo_to_reward.drawn(["a", "b", "c"], times=4, seed=3), 40)]
+    assert all(len(set(first[start : start + 4])) == 1 for start in range(0, 40, 4))
+    assert set(first) == {"a", "b", "c"}

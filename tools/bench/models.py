@@ -46,19 +46,25 @@ def write_stable_diffusion(size: Size, folder: Path) -> None:
     _name_text_encoder(folder)
 
 
-def write_trained(name: str, folder: Path) -> None:
-    """Writes one of the pipelines in TRAINED, and what its captions' rewards are compared with."""
+def write_trained(name: str, folder: Path, samples: int = 16) -> None:
+    """Writes one of the pipelines in TRAINED, and what its captions' rewards are compared with.
+
+    Args:
+        name: of the pipeline.
+        folder: where to.
+        samples: of each caption, whose mean reward the emoji's rewards are compared with.
+    """
     shutil.copytree(TRAINED[name], folder, dirs_exist_ok=True)
     core = json.loads((folder / "tokenizer/tokenizer.json").read_text())["model"]
     _write_words(folder, core["vocab"], core["merges"])
     _name_text_encoder(folder)
     if name == "emoji":
-        _write_emoji(folder)
+        _write_emoji(folder, samples)
     else:
         (folder / CAPTIONS).write_text(json.dumps(dict.fromkeys(SHAPES, 0.0)))
 
 
-def _write_emoji(folder: Path, samples: int = 16) -> None:
+def _write_emoji(folder: Path, samples: int) -> None:
     """Writes the mean warmth of the base model's samples of each caption, and the classifier, as a program of torch."""
     from experiments.emoji.classifier import shipped_classifier
     from experiments.emoji.drawings import TRAINED as EMOJI

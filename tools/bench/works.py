@@ -76,8 +76,7 @@ LONG = {"sizes": {"median": 640, "longest": 1280, "prompts": 2, "new_tokens": 12
 LONG_BATCH = {"sizes": {"median": 640, "longest": 1280, "ppo_batch": 8, "ppo_epochs": 2}}
 # Each of three passes trains on one of a sample's ten steps.
 FEW_STEPS = {"train_timestep_fraction": 0.1, "train_num_inner_epochs": 3}
-# On emoji a third of the range from a caption's mean to the best of 64 samples. TRL's statistics of a caption are those of
-# a group if the program repeats each caption.
+# TRL's statistics of a caption are those of a group if the program repeats each caption.
 EMOJI = {"train_timestep_fraction": 0.6, "train_learning_rate": 3e-4, "sizes": {"base": "emoji", "scored": 64}}
 GROUPS = {
     "captions_repeated": 8,
