@@ -79,6 +79,17 @@ def test_rows_of_a_batch_stop_by_themselves():
     assert [turn.tolist() for turn in environment._generate_batched(rows)] == [turn.tolist() for turn in alone]
 
 
+@pytest.mark.parametrize("own", ["zz", ["zz"]])
+def test_stop_strings_of_the_caller_end_a_turn_too(own):
+    environment = world(generation_kwargs={"max_new_tokens": 8, "do_sample": False, "stop_strings": own})
+    with says(environment, "abzzcd"):
+        (turn,) = environment._generate_batched([torch.tensor([5, 6])])
+    assert environment.tokenizer.decode(turn) == "abzz"
+    with says(environment, "<call>abcd"):
+        (turn,) = environment._generate_batched([torch.tensor([5, 6])])
+    assert environment.tokenizer.decode(turn) == "<call>"
+
+
 def test_calls_are_parsed():
     parse = world().parse_tool_call
     assert parse("so <request><Tool1>a > b<call>") == ("Tool1", "a > b")

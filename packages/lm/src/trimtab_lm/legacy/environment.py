@@ -4,7 +4,6 @@
 """
 
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -251,11 +250,13 @@ class TextEnvironment:
 
     def _generate_batched(self, query_tensors: Sequence[Tensor], batch_size: int = 16) -> list[Tensor]:
         """A turn after each row of token ids, which ends with a call, a submission or an end token."""
-        model, stops = self._language_model, [self.call_token, self.submit_token]
-        settings = {"pad_token_id": padding_id(self.tokenizer), "stop_strings": stops, **self.generation_kwargs}
+        model, settings = self._language_model, dict(self.generation_kwargs)
+        own = settings.pop("stop_strings", None) or []
+        settings["stop_strings"] = [self.call_token, self.submit_token, *([own] if isinstance(own, str) else own)]
+        settings.setdefault("pad_token_id", padding_id(self.tokenizer))
         config, rest = sampling_config(model, **settings)
         with torch.no_grad(), without_dropout(model):
-            turns = generate(
+            return generate(
                 model,
                 list(query_tensors),
                 config,
@@ -265,10 +266,3 @@ class TextEnvironment:
                 tokenizer=self.tokenizer,
                 **rest,
             )
-
-        def has_stopped(ids: Tensor) -> bool:
-            text = self.tokenizer.decode(ids)
-            return any(stop in text for stop in stops)
-
-        # Beyond the stop there is padding, which may be the end token.
-        return [ids[: bisect_left(range(len(ids)), True, key=lambda n: has_stopped(ids[: n + 1])) + 1] for ids in turns]
