@@ -241,9 +241,13 @@ def steps(run: Run, key: str, coefficient: float) -> Curve:
 
 
 def samples(run: Run) -> Mapping[str, Sequence[object]]:
-    """Reads a run's samples: prompts with the answer of each policy."""
+    """Reads a run's samples: prompts with the answer of each policy, and scores with two decimals."""
     file = run.folder / SAMPLES
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    columns = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return {
+        heading: [f"{cell:.2f}" if isinstance(cell, float) else cell for cell in cells]
+        for heading, cells in columns.items()
+    }
 
 
 if __name__ == "__main__":
