@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tools.bench.sizes import SIZES, Size
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 PAD, BOS, EOS = range(3)
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TRAINED = {"shapes": EXPERIMENTS / "black_2023_ddpo/shapes", "emoji": EXPERIMENTS / "emoji/pipeline"}
 """The Stable Diffusion pipelines that the experiments trained."""
-CAPTIONS = "captions.json"  # of these: caption -> what ddpo_to_reward subtracts from its rewards
+CAPTIONS = "captions.json"  # of these: caption -> the reward from which ddpo_to_reward counts gains
 CLASSIFIER = "recognised.pt2"  # of the emoji: images of these captions -> 1 where name and colour are recognised
 SHAPES = [f"a {color} {shape}" for color in ("red", "green", "blue") for shape in ("circle", "square", "cross")]
 SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
@@ -47,12 +47,12 @@ def write_stable_diffusion(size: Size, folder: Path) -> None:
 
 
 def write_trained(name: str, folder: Path, samples: int = 16) -> None:
-    """Writes one of the pipelines in TRAINED, and what its captions' rewards are compared with.
+    """Writes one of the pipelines in TRAINED, and its captions.
 
     Args:
         name: of the pipeline.
         folder: where to.
-        samples: of each caption, whose mean reward the emoji's rewards are compared with.
+        samples: of each caption of the emoji; gains are counted from their mean reward.
     """
     shutil.copytree(TRAINED[name], folder, dirs_exist_ok=True)
     core = json.loads((folder / "tokenizer/tokenizer.json").read_text())["model"]
@@ -65,7 +65,7 @@ def write_trained(name: str, folder: Path, samples: int = 16) -> None:
 
 
 def _write_emoji(folder: Path, samples: int) -> None:
-    """Writes the mean warmth of the base model's samples of each caption, and the classifier, as a program of torch."""
+    """Writes the mean warmth of the base model's samples of each caption, and the classifier for torch.export."""
     from experiments.emoji.classifier import shipped_classifier
     from experiments.emoji.drawings import TRAINED as EMOJI
     from experiments.emoji.measure import sampled, shipped
@@ -74,22 +74,29 @@ def _write_emoji(folder: Path, samples: int) -> None:
     images = sampled(shipped("unet"), EMOJI * samples, steps=5, guidance=3.0)  # as in ddpo_to_reward
     means = warmth(images, ()).unflatten(0, (samples, -1)).mean(0)
     (folder / CAPTIONS).write_text(json.dumps(dict(zip(EMOJI, means.tolist(), strict=True))))
-    wanted_names, wanted_colours = wanted(EMOJI, torch.device("cpu"))
+    judge = Recognised(shipped_classifier(), *wanted(EMOJI, torch.device("cpu")))
+    torch.export.save(torch.export.export(judge, (images[: len(EMOJI)],)), folder / CLASSIFIER)
 
-    class Recognised(nn.Module):
-        """For images of all captions in turn, 1 where the classifier finds name and colour."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.classifier = shipped_classifier()
-            self.register_buffer("names", wanted_names)
-            self.register_buffer("colours", wanted_colours)
+class Recognised(nn.Module):
+    """A classifier that says of images of certain captions whether name and colour are the caption's.
 
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            by_name, by_colour = self.classifier(images)
-            return ((by_name.argmax(1) == self.names) & (by_colour.argmax(1) == self.colours)).float()
+    Args:
+        classifier: images [B, 3, H, W] -> log-probabilities of names and of colours.
+        names: the captions' names, [B].
+        colours: their colours, [B].
+    """
 
-    torch.export.save(torch.export.export(Recognised(), (images[: len(EMOJI)],)), folder / CLASSIFIER)
+    def __init__(self, classifier: nn.Module, names: Tensor, colours: Tensor) -> None:
+        super().__init__()
+        self.classifier = classifier
+        self.register_buffer("names", names)
+        self.register_buffer("colours", colours)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns 1 where both are recognised, else 0; [B]."""
+        by_name, by_colour = self.classifier(images)
+        return ((by_name.argmax(1) == self.names) & (by_colour.argmax(1) == self.colours)).float()
 
 
 def _write_words(folder: Path, vocabulary: dict[str, int], merges: list[list[str]]) -> None:
