@@ -186,6 +186,7 @@ SETTINGS = {
     "SFT on the chosen": {},
     "PPO": {"init_kl_coef": 0.1, "steps": 3, "batch_size": 4, "horizon": 8.0},
     "PPO, the paper's controller": {"init_kl_coef": 0.1, "steps": 3, "batch_size": 4, "horizon": 40.0},
+    "PPO, 2,048 texts": {"init_kl_coef": 0.1, "steps": 64, "batch_size": 32, "horizon": 64.0},
     "RAFT": {"rounds": 2},
 }
 SHARED = {"model": "stories15m", "eval_split": "test", "eval_prompts": 2, "max_new_tokens": 16}
@@ -250,6 +251,21 @@ def test_a_method_with_more_scored_texts_is_another_method(tmp_path: Path):
     best = {name.split("nats, ")[1]: seeds[0] for name, seeds in page.measured.items() if "within 2" in name}
     assert best == {"DPO": 0.3, "PPO": 0.5, "DPO, 1,200 texts": 0.6}
     assert "The reward scored 12 texts in a run" in page.captions["figure"]
+
+
+@pytest.mark.usefixtures("no_curves")
+@pytest.mark.parametrize(("seeds", "claims"), [(7, 0), (8, 3)])
+def test_claims_about_more_texts_are_judged_from_eight_seeds_on(tmp_path: Path, seeds: int, claims: int):
+    runs = []
+    for seed in range(10, 10 + seeds):
+        noise = seed / 1000
+        runs += [run_of(tmp_path, "DPO", seed, (1, 0.3)), run_of(tmp_path, "PPO", seed, (1, 0.3))]
+        runs += [run_of(tmp_path, "DPO", seed, (1, 0.5 + noise), texts=2048)]
+        runs += [run_of(tmp_path, "PPO, 2,048 texts", seed, (1, 0.5))]
+    page = read(runs)
+    about_texts = [verdict for verdict in judge(page.claims, page.measured) if "2,048" in verdict.claim.text]
+    assert len(about_texts) == claims
+    assert [verdict.outcome for verdict in about_texts] == ["holds", "holds", "no effect that matters"][:claims]
 
 
 def test_policies_can_be_mixed_up_to_the_budget():
