@@ -1,5 +1,6 @@
 """Starts processes that train together, as torchrun does, connected by gloo and with one thread each."""
 
+import gc
 import os
 import socket
 import subprocess
@@ -49,7 +50,8 @@ def launch(module: str, *args: str, processes: int, seconds: int = 280) -> None:
 def process_of_many(engine: Callable[[], None] | None = None) -> Iterator[tuple[int, int]]:
     """Yields the rank of a process started by `launch` and the number of processes; ends the group after the block.
 
-    The block must not keep a trainer: DDP holds on to the group.
+    The block must not keep a trainer: DDP holds on to the group, and gloo's threads, which live as long as the group,
+    sometimes abort a process that exits.
 
     Args:
         engine: prepares accelerate for an engine, such as `let_accelerate_shard_on_cpu`.
@@ -59,8 +61,15 @@ def process_of_many(engine: Callable[[], None] | None = None) -> Iterator[tuple[
     if engine is not None:
         engine()
     yield int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    gc.collect()  # a trainer, its callbacks and DDP refer to each other in cycles
     if torch.distributed.is_initialized():  # a single process has a group only if FSDP2 started one
         torch.distributed.destroy_process_group()
+    left = [name for name in map(name_of_thread, Path("/proc/self/task").glob("*")) if "gloo" in name]
+    assert not left, f"The process group is still in use: {left}"
+
+
+def name_of_thread(folder: Path) -> str:
+    return (folder / "comm").read_text().strip()
 
 
 def let_accelerate_shard_on_cpu() -> None:
