@@ -182,19 +182,20 @@ def review_dataset(reviews: Iterable[Mapping[str, Any]]) -> Dataset:
     return Dataset.from_dict({"text": texts, "label": [labels[text] for text in texts]})
 
 
-def preferences(annotator: Literal["gpt4", "claude"] = "gpt4") -> DatasetDict:
+def preferences(annotator: Literal["gpt4", "claude"] = "gpt4", *, held_out: float = 0.1) -> DatasetDict:
     """Returns pairs of answers to instructions, labelled by a language model: prompt, chosen, rejected.
 
     GPT-4 judged 5,474 pairs and Claude 41,927, for AlpacaEval (Li et al. 2023). These judgements agree with a person's
-    about as often as two people agree. The data may not be used commercially (CC BY-NC 4.0). The test split has a tenth
-    of the instructions; no instruction is in both splits.
+    about as often as two people agree. The data may not be used commercially (CC BY-NC 4.0). The test split has the
+    share `held_out` of the instructions; no instruction is in both splits.
     """
 
     def prepare() -> DatasetDict:
         file = unpacked(ALPACA_EVAL) / ALPACA_EVAL_FILE.format(annotator)
-        return preference_dataset(json.loads(file.read_bytes()), test_fraction=0.1)
+        return preference_dataset(json.loads(file.read_bytes()), test_fraction=held_out)
 
-    return cached(prepare, f"preferences-{annotator}-1")
+    name = f"preferences-{annotator}-1"
+    return cached(prepare, name if held_out == 0.1 else f"{name}-{held_out}")
 
 
 def preference_dataset(annotations: Sequence[Mapping[str, Any]], *, test_fraction: float) -> DatasetDict:

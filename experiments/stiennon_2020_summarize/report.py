@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 
 from experiments.claims import Claim, Numbers
 from experiments.figures import Curve, curves, panels
@@ -26,50 +26,71 @@ SFT, PPO, BEST_OF, JUDGED = "sft", "ppo_", "best_of_", "judged_"
 LONGER = "judged_longer"
 SIZES = {"stories15m": 15, "minilm": 23, "smollm2": 135}  # millions of parameters
 SCALE = "15M parameters, and an encoder's score that judges continuations of story openings"
-HEAD = "a linear head on 15M frozen parameters"
+HEAD = "a linear head on a frozen model of 15M to 135M parameters"
 
 
 def read(runs: Sequence[Run]) -> Report:
-    """Reads gold of each policy for each held-out prompt, the proxy, and the accuracies for each instruction.
+    """Reads gold of each policy for each held-out prompt, the proxy, and heads' accuracies for each instruction.
+
+    The former are from runs of train.py, the latter from runs of judgements.py; either may be missing.
 
     Raises:
-        ValueError: No run has the results of the pipeline.
+        ValueError: No run has results of the pipeline or of heads.
     """
     whole = [run for run in runs if f"gold_{SFT}" in run.per_prompt]
-    if not whole:
+    judging = [run for run in runs if run not in whole and LONGER in run.per_prompt]
+    if not whole and not judging:
         raise ValueError(
-            f"none of the {len(runs)} runs has gold_{SFT} among its numbers per prompt: a run of train.py is needed. "
-            "Give the folder of one."
+            f"none of the {len(runs)} runs has gold_{SFT} or {LONGER} among its numbers per prompt: a run of train.py "
+            "or judgements.py is needed. Give the folder of one."
         )
-    policies = [name.removeprefix("gold_") for name in whole[0].per_prompt if name.startswith("gold_")]
-    heads = [name for name in whole[0].per_prompt if name.startswith(JUDGED) and name != LONGER]
     measured: dict[str, Numbers] = {}
-    for name in policies:
-        measured[gold(name)] = of_seeds(whole, lambda run, key=f"gold_{name}": run.per_prompt[key])
-        measured[proxy(name)] = of_seeds(whole, lambda run, key=f"proxy_{name}": run.summary[key])
-    models = list(dict.fromkeys(model_of(head) for head in heads))
-    for model in models:
-        names = [head for head in heads if model_of(head) == model]
-        most = max(names, key=number)
-        measured[accuracy(model)] = of_seeds(whole, lambda run, key=most: run.per_prompt[key])
-        if len(names) > 1:
-            measured[growth(model)] = of_seeds(whole, lambda run, of=names: slope(run, of))
-    figures = {"figure": figure(whole, policies, heads), "training": training(whole)}
+    claims: list[Claim] = []
+    figures: dict[str, plt.Figure] = {}
+    if whole:
+        policies = [name.removeprefix("gold_") for name in whole[0].per_prompt if name.startswith("gold_")]
+        for name in policies:
+            measured[gold(name)] = of_seeds(whole, lambda run, key=f"gold_{name}": run.per_prompt[key])
+            measured[proxy(name)] = of_seeds(whole, lambda run, key=f"proxy_{name}": run.summary[key])
+        claims += claims_about_policies(policies)
+        figures |= {"figure": figure(whole, policies), "training": training(whole)}
+    if judging:
+        heads = [name for name in judging[0].per_prompt if name.startswith(JUDGED) and name != LONGER]
+        models = list(dict.fromkeys(model_of(head) for head in heads))
+        for model in models:
+            names = [head for head in heads if model_of(head) == model]
+            most = max(names, key=number)
+            measured[accuracy(model)] = of_seeds(judging, lambda run, key=most: run.per_prompt[key])
+            if len(names) > 1:
+                measured[growth(model)] = of_seeds(judging, lambda run, of=names: slope(run, of))
+        claims += claims_about_heads([model for model in models if growth(model) in measured])
+        figures["judgements"] = by_data(judging, heads)
     captions = {
-        name: text.format(seeds=seeds_in_words(len(whole)), medians=medians_in_words(len(whole)))
-        for name, text in CAPTIONS.items()
+        name: CAPTIONS[name].format(**words_about(judging if name == "judgements" else whole)) for name in figures
     }
-    return Report(measured, list(claims_about(policies, models)), figures, captions, samples(whole[0]))
+    return Report(measured, claims, figures, captions, samples(whole[0]) if whole else {})
+
+
+def words_about(runs: Sequence[Run]) -> dict[str, str]:
+    """What a caption says about the runs."""
+    return {
+        "seeds": seeds_in_words(len(runs)),
+        "medians": medians_in_words(len(runs)),
+        "instructions": str(len(runs[0].per_prompt.get(LONGER, ()))),
+    }
 
 
 CAPTIONS = {
     "figure": (
-        "(a) Gold (the labeller's score) and the reward model's score of held-out prompts over the KL, a dot for each "
-        "policy and seed, {seeds}. (b) Accuracy of linear heads on real judgements over their number: medians of the "
-        "seeds and quartiles (band); dashed: preferring the longer answer; grey: the paper's 1.1 points for each "
-        "doubling, from our first point."
+        "Gold (the labeller's score) and the reward model's score of held-out prompts over the KL, a dot for each "
+        "policy and seed, {seeds}. Dashed: gold of the books' own sentences."
     ),
     "training": "Over the steps of PPO: {medians}.",
+    "judgements": (
+        "Accuracy of linear heads on real judgements, the mean over {instructions} held-out instructions, over the "
+        "number of judgements that a head learnt from: {medians}. Dashed: preferring the longer answer; dotted: the "
+        "paper's 1.1 points for each doubling, from the first model's start."
+    ),
 }
 
 
@@ -103,6 +124,11 @@ def coefficient(policy: str) -> float:
     return float(policy.removeprefix(PPO))
 
 
+def judged(model: str, count: int) -> str:
+    """The name of the accuracy of a head on the model that learnt from `count` judgements."""
+    return f"{JUDGED}{Path(model).name}_{count}"
+
+
 def model_of(head: str) -> str:
     """The model of a head."""
     return head.removeprefix(JUDGED).rpartition("_")[0]
@@ -114,8 +140,8 @@ def slope(run: Run, heads: Sequence[str]) -> list[float]:
     return np.polyfit(np.log2([number(head) for head in heads]), table, 1)[0].tolist()
 
 
-def claims_about(policies: Sequence[str], models: Sequence[str]) -> Iterator[Claim]:
-    """The paper's claims for these policies, and for reward models of real judgements."""
+def claims_about_policies(policies: Sequence[str]) -> Iterator[Claim]:
+    """The paper's claims for these policies."""
     trained = sorted((name for name in policies if name.startswith(PPO)), key=coefficient)
     best = max((name for name in policies if name.startswith(BEST_OF)), key=number)
     middle = trained[len(trained) // 2]
@@ -154,6 +180,10 @@ def claims_about(policies: Sequence[str], models: Sequence[str]) -> Iterator[Cla
             scale=SCALE,
             place="figure 5",
         )
+
+
+def claims_about_heads(models: Sequence[str]) -> Iterator[Claim]:
+    """The paper's claims about reward models, for heads on these models."""
     for model in models:
         yield Claim(
             f"real judgements, head on {model}: accuracy rises with each doubling of the data",
@@ -177,44 +207,43 @@ def claims_about(policies: Sequence[str], models: Sequence[str]) -> Iterator[Cla
         )
 
 
-def figure(runs: Sequence[Run], policies: Sequence[str], heads: Sequence[str]) -> plt.Figure:
-    """Plots gold and proxy over the KL to the fine-tuned policy, and accuracy over the number of judgements."""
-    plot, (left, right) = panels(("held-out prompts", "real judgements"), height=4)
+def figure(runs: Sequence[Run], policies: Sequence[str]) -> plt.Figure:
+    """Plots gold and proxy over the KL to the fine-tuned policy."""
+    plot, (axis,) = panels(("held-out prompts",), height=4)
     ranks = [SFT, *sorted((name for name in policies if name.startswith(BEST_OF)), key=number)]
     trained = sorted((name for name in policies if name.startswith(PPO)), key=coefficient)
     for label, names, color in (("best of n", ranks, "C0"), ("PPO", trained, "C1")):
         for kind, marker in (("gold", "o"), ("proxy", "x")):
             xs = [run.summary[f"kl_{name}"] for run in runs for name in names]
             ys = [run.summary[f"{kind}_{name}"] for run in runs for name in names]
-            left.scatter(xs, ys, s=14, marker=marker, color=color, alpha=0.7, label=f"{label}: {kind}")
-    left.axhline(fmean(run.summary["gold_reference"] for run in runs), color="tab:gray", linestyle="--", linewidth=0.8)
-    left.set(xlabel="KL to the fine-tuned policy (nats per answer)", ylabel="score (dashed: gold of the writers)")
-    left.set_xscale("symlog", linthresh=1.0)
-    left.set_xlim(left=-0.3)
-    left.set_xticks([0, 1, 3, 10, 30, 100], ["0", "1", "3", "10", "30", "100"])
-    left.legend(frameon=False, fontsize=9)
-    left.grid(alpha=0.3)
-    by_data(right, runs, heads)
+            axis.scatter(xs, ys, s=14, marker=marker, color=color, alpha=0.7, label=f"{label}: {kind}")
+    axis.axhline(fmean(run.summary["gold_reference"] for run in runs), color="tab:gray", linestyle="--", linewidth=0.8)
+    axis.set(xlabel="KL to the fine-tuned policy (nats per answer)", ylabel="score")
+    axis.set_xscale("symlog", linthresh=1.0)
+    axis.set_xlim(left=-0.3)
+    axis.set_xticks([0, 1, 3, 10, 30, 100], ["0", "1", "3", "10", "30", "100"])
+    axis.legend(frameon=False, fontsize=9, loc="upper left")
+    axis.grid(alpha=0.3)
     return plot
 
 
-def by_data(axis: Axes, runs: Sequence[Run], heads: Sequence[str]) -> None:
+def by_data(runs: Sequence[Run], heads: Sequence[str]) -> plt.Figure:
     """Plots accuracy on real judgements over their number, for each model."""
-    axis.set(xlabel="judgements learnt from", ylabel="accuracy, mean over held-out instructions")
-    models = dict.fromkeys(model_of(head) for head in heads)
+    plot, (axis,) = panels(("real judgements",), height=4)
     lines: dict[str, list[Curve]] = {
-        model: [by_number(run, [head for head in heads if model_of(head) == model]) for run in runs] for model in models
+        model: [by_number(run, [head for head in heads if model_of(head) == model]) for run in runs]
+        for model in dict.fromkeys(map(model_of, heads))
     }
-    if not lines:
-        return
     curves(axis, lines)
     axis.axhline(fmean(runs[0].per_prompt[LONGER]), color="tab:gray", linestyle="--", linewidth=0.8)
-    xs, ys = zip(*[next(iter(lines.values()))[i] for i in range(len(runs))], strict=True)
+    xs, ys = zip(*next(iter(lines.values())), strict=True)
     start = fmean(row[0] for row in ys)
     axis.plot(xs[0], [start + 0.011 * np.log2(x / xs[0][0]) for x in xs[0]], ":", color="tab:gray", label="paper")
     axis.legend(frameon=False, fontsize=9)
+    axis.set(xlabel="judgements learnt from", ylabel="accuracy")
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(xs[0]), [f"{x:g}" for x in xs[0]])
+    return plot
 
 
 def by_number(run: Run, heads: Sequence[str]) -> Curve:

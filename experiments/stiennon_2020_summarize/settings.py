@@ -65,18 +65,6 @@ class RunConfig:
     reward_batch_size: int = field(default=4, metadata={"help": "Comparisons in an optimizer step."})
     reward_learning_rate: float = field(default=1e-4, metadata={"help": "Highest learning rate of reward models."})
     best_of: tuple[int, ...] = field(default=(4, 8), metadata={"help": "n of best-of-n, the baseline."})
-    judged_models: tuple[str, ...] = field(
-        default=("stories15m",),
-        metadata={
-            "help": "Frozen models whose states a linear head learns real preferences from: stories15m, minilm, "
-            "smollm2 or a folder. (): none."
-        },
-    )
-    judged_pairs: tuple[int, ...] = field(
-        default=(128, 256, 512, 1024, 2048), metadata={"help": "Judgements per head, of the first 4,096."}
-    )
-    judged_penalty: float = field(default=100.0, metadata={"help": "Weight of |w|^2 / 2 in the head's loss."})
-    judged_tokens: int = field(default=96, metadata={"help": "Tokens of an answer that the frozen models read."})
     eval_prompts: int = field(default=48, metadata={"help": "Held-out prompts of the evaluation."})
     samples: int = field(default=6, metadata={"help": "How many of them the report shows."})
     resume: bool = field(default=False, metadata={"help": "Continue in output_dir after the last finished stage."})

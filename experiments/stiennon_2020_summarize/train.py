@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 import transformers
 from accelerate import PartialState
@@ -16,7 +15,6 @@ from experiments.reports import report_on_run
 from experiments.run_folders import close_folder, open_folder, write_per_prompt
 from experiments.samples import SAMPLES
 from experiments.stiennon_2020_summarize.comparisons import gold_score
-from experiments.stiennon_2020_summarize.judgements import learn_judgements
 from experiments.stiennon_2020_summarize.report import CLAIM, TITLE, read
 from experiments.stiennon_2020_summarize.settings import RunConfig, settings
 from experiments.stiennon_2020_summarize.stages import (
@@ -91,10 +89,6 @@ def pipeline(root: Path, run: RunConfig, ppo: PPOConfig, record: Record) -> dict
             build(folder=part)
             part.rename(folder)
     summary, per_prompt, samples = evaluate(sft, reward, root, run, data, gold, seed=seed)
-    for model in run.judged_models:
-        accuracies = learn_judgements(model, run, seed=seed)
-        summary |= {name: fmean(values) for name, values in accuracies.items()}
-        per_prompt |= accuracies
     write_per_prompt(root, per_prompt)
     record.table("samples", samples)
     (root / SAMPLES).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")

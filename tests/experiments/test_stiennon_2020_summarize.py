@@ -22,7 +22,8 @@ from experiments.best_of import expected_best_of
 from experiments.claims import judge
 from experiments.run_folders import Run, read_history
 from experiments.stiennon_2020_summarize import comparisons, stages, train
-from experiments.stiennon_2020_summarize import judgements as judgements_stage
+from experiments.stiennon_2020_summarize import judgements as judgements_program
+from experiments.stiennon_2020_summarize.judgements import JudgementsConfig, by_instruction, learn_judgements
 from experiments.stiennon_2020_summarize.report import read
 
 SIZES = {
@@ -35,7 +36,6 @@ SIZES = {
     "reward_batch_size": 2,
     "best_of": (2, 3),
     "kl_coefs": (0.05, 0.0),
-    "judged_models": (),
     "eval_prompts": 4,
     "samples": 2,
 }
@@ -344,40 +344,44 @@ def judgements(count: int, instructions: int, offset: int) -> Dataset:
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     splits = DatasetDict({"train": judgements(64, 8, 0), "test": judgements(24, 4, 100)})
-    monkeypatch.setattr(judgements_stage, "preferences", lambda annotator: splits)
+    monkeypatch.setattr(judgements_program, "preferences", lambda annotator, held_out: splits)
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+
+
+def small(model: str, **settings: Any) -> JudgementsConfig:
+    sizes = {"pairs": (2, 64), "pool": 64, "held_out_pairs": 24, "penalty": 0.01, "tokens": 16}
+    return JudgementsConfig(models=(model,), **sizes | settings)
 
 
 def test_two_runs_begin_with_different_halves_of_the_texts_and_get_the_same_states(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     texts = ["the", "a cat", "he ran", "so", "the end", "dog", "abc"]
-    whole = judgements_stage.part_of_states(model, texts, 16)
-    monkeypatch.setattr(judgements_stage, "PART", 2)
+    whole = judgements_program.part_of_states(model, texts, 16)
+    monkeypatch.setattr(judgements_program, "PART", 2)
     read: list[list[str]] = []
-    part_of_states = judgements_stage.part_of_states
+    part_of_states = judgements_program.part_of_states
     monkeypatch.setattr(
-        judgements_stage,
+        judgements_program,
         "part_of_states",
         lambda model, part, tokens: (read.append(list(part)), part_of_states(model, part, tokens))[1],
     )
     for seed, first in ((10, ["the", "a cat"]), (11, ["the end", "dog"])):
         monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / f"cache-{seed}"))
         read.clear()
-        torch.testing.assert_close(judgements_stage.states_of(model, texts, 16, seed=seed), whole)
+        torch.testing.assert_close(judgements_program.states_of(model, texts, 16, seed=seed), whole)
         assert read[0] == first
         assert sorted(map(len, read)) == [1, 2, 2, 2]
 
 
 @pytest.mark.usefixtures("judged")
 def test_a_head_on_a_frozen_model_learns_what_the_judge_likes(model: str):
-    run = train.RunConfig(judged_pairs=(2, 64), judged_penalty=0.01, judged_tokens=16)
-    accuracies = judgements_stage.learn_judgements(model, run, seed=0)
+    accuracies = learn_judgements(small(model))
     assert set(accuracies) == {"judged_longer", "judged_model_2", "judged_model_64"}
     assert {len(values) for values in accuracies.values()} == {4}  # one for each instruction
     assert fmean(accuracies["judged_model_64"]) > 0.9
     assert fmean(accuracies["judged_longer"]) == 0
-    again = judgements_stage.learn_judgements(model, run, seed=1)
+    again = learn_judgements(small(model, seed=1))
     assert again["judged_longer"] == accuracies["judged_longer"]
 
 
@@ -385,9 +389,8 @@ def test_a_head_on_a_frozen_model_learns_what_the_judge_likes(model: str):
 def test_labels_that_say_nothing_are_learnt_to_chance(model: str, monkeypatch: pytest.MonkeyPatch):
     rng = random.Random(0)
     pairs = DatasetDict({name: toss(judgements(200, 50, offset), rng) for name, offset in (("train", 0), ("test", 99))})
-    monkeypatch.setattr(judgements_stage, "preferences", lambda annotator: pairs)
-    run = train.RunConfig(judged_pairs=(200,), judged_penalty=1.0, judged_tokens=16)
-    accuracies = judgements_stage.learn_judgements(model, run, seed=0)
+    monkeypatch.setattr(judgements_program, "preferences", lambda annotator, held_out: pairs)
+    accuracies = learn_judgements(small(model, pairs=(200,), pool=200, held_out_pairs=200, penalty=1.0))
     assert 0.35 < fmean(accuracies["judged_model_200"]) < 0.65
 
 
@@ -401,14 +404,35 @@ def toss(rows: Dataset, rng: random.Random) -> Dataset:
 
 
 @pytest.mark.usefixtures("judged")
-def test_more_judgements_than_there_are_are_refused(model: str):
-    with pytest.raises(ValueError, match=r"judged_pairs=\(128,\) needs more than the 64"):
-        judgements_stage.learn_judgements(model, train.RunConfig(judged_pairs=(128,)), seed=0)
+@pytest.mark.parametrize("name", ["pool", "held_out_pairs"])
+def test_more_judgements_than_there_are_are_refused(name: str, model: str):
+    with pytest.raises(ValueError, match=rf"{name}=65 needs more than the (64|24) judgements"):
+        learn_judgements(small(model, **{name: 65}))
+
+
+@pytest.mark.parametrize("settings", [{"models": ()}, {"pairs": ()}, {"pairs": (0,)}, {"pairs": (128,), "pool": 64}])
+def test_heads_that_learn_from_nothing_or_from_more_than_the_pool_are_refused(settings: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"is empty|numbers of 1 to pool"):
+        JudgementsConfig(**settings)
+
+
+@pytest.mark.usefixtures("judged")
+def test_the_program_writes_an_accuracy_for_each_number_of_judgements_and_a_report(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    judgements_program.main(small(model, output_dir=str(tmp_path / "run")))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    rows = read_history(tmp_path / "run")
+    assert [(row["step"], row["accuracy/model"]) for row in rows] == [
+        (count, summary[f"judged_model_{count}"]) for count in (2, 64)
+    ]
+    assert "head on model: accuracy rises" in capsys.readouterr().out
+    assert (tmp_path / "run" / "judgements.png").exists()
 
 
 def test_an_accuracy_is_that_of_its_instruction():
     pairs = [{"prompt": prompt, "chosen": "a", "rejected": "b"} for prompt in ("x", "y", "x", "x")]
-    assert judgements_stage.by_instruction(pairs, torch.tensor([1.0, 0.0, 0.0, 0.5])) == [0.5, 0.0]
+    assert by_instruction(pairs, torch.tensor([1.0, 0.0, 0.0, 0.5])) == [0.5, 0.0]
 
 
 # The report ------------------------------------------------------------------------------------------------------
@@ -421,13 +445,25 @@ def close_figures() -> Iterator[None]:
     plt.close("all")
 
 
-def planted(seed: int, **changes: float) -> Run:
-    """Returns a run in which every claim holds, unless `changes` moves a policy's gold, its proxy, or an accuracy."""
+def planted(seed: int, **changes: float) -> list[Run]:
+    """Returns runs of both programs in which every claim holds, unless `changes` moves a gold, proxy or accuracy."""
+    return [planted_policies(seed, **changes), planted_heads(seed + 50, **changes)]
+
+
+def planted_heads(seed: int, **changes: float) -> Run:
     rng = random.Random(seed)
-    levels = {"gold_sft": 0.1, "gold_best_of_4": 0.2, "gold_best_of_8": 0.3, "gold_ppo_0.2": 0.4, "gold_ppo_0.05": 0.7}
-    levels |= {"gold_ppo_0": 0.5, "judged_longer": 0.6}
+    levels = {"judged_longer": 0.6}
     levels |= {f"judged_stories15m_{2**k}": 0.5 + 0.02 * k for k in (5, 6, 7)}
     levels |= {f"judged_smollm2_{2**k}": 0.6 + 0.02 * k for k in (5, 6, 7)}
+    levels |= {name: level for name, level in changes.items() if name in levels}
+    per_prompt = {name: [level + rng.gauss(0, 0.01) for _ in range(12)] for name, level in levels.items()}
+    return Run(Path("nowhere"), {"seed": seed}, [], {}, per_prompt)
+
+
+def planted_policies(seed: int, **changes: float) -> Run:
+    rng = random.Random(seed)
+    levels = {"gold_sft": 0.1, "gold_best_of_4": 0.2, "gold_best_of_8": 0.3, "gold_ppo_0.2": 0.4, "gold_ppo_0.05": 0.7}
+    levels |= {"gold_ppo_0": 0.5}
     levels |= {name: level for name, level in changes.items() if name in levels}
     per_prompt = {name: [level + rng.gauss(0, 0.01) for _ in range(12)] for name, level in levels.items()}
     proxies = {"sft": 0.0, "best_of_4": 0.5, "best_of_8": 0.8, "ppo_0.2": 1.0, "ppo_0.05": 2.0, "ppo_0": 4.0}
@@ -448,16 +484,17 @@ def outcomes(runs: list[Run]) -> dict[str, str]:
 
 
 def test_planted_effects_are_reproduced():
-    runs = [planted(seed) for seed in range(8)]
+    runs = [run for seed in range(8) for run in planted(seed)]
     results = outcomes(runs)
     assert len(results) == 7
     assert set(results.values()) == {"reproduced"}
     report = read(runs)
     growth = report.measured["accuracy for each doubling, stories15m"]
-    assert sorted(growth) == list(range(8))
-    assert fmean(growth[0]) == pytest.approx(0.02, abs=0.005)
-    assert list(report.figures) == list(report.captions) == ["figure", "training"]
+    assert sorted(growth) == list(range(50, 58))
+    assert fmean(growth[50]) == pytest.approx(0.02, abs=0.005)
+    assert list(report.figures) == list(report.captions) == ["figure", "training", "judgements"]
     assert "8 seeds" in report.captions["figure"]
+    assert "12 held-out instructions" in report.captions["judgements"]
 
 
 @pytest.mark.parametrize(
@@ -472,21 +509,23 @@ def test_planted_effects_are_reproduced():
     ],
 )
 def test_the_opposite_does_not_carry_over(changes: dict[str, float], opposed: str):
-    results = outcomes([planted(seed, **changes) for seed in range(8)])
+    results = outcomes([run for seed in range(8) for run in planted(seed, **changes)])
     assert [outcome for text, outcome in results.items() if opposed in text] == ["does not carry over"]
 
 
-def test_no_judgements_and_one_coefficient_leave_their_claims_out():
-    run = planted(0)
-    per_prompt = {name: values for name, values in run.per_prompt.items() if "judged" not in name}
-    del per_prompt["gold_ppo_0.05"], per_prompt["gold_ppo_0.2"]
+def test_a_single_coefficient_and_a_single_head_leave_their_claims_out():
+    run, heads = planted(0)
+    per_prompt = {name: values for name, values in run.per_prompt.items() if name[-4:] not in ("0.05", "_0.2")}
     report = read([Run(run.folder, run.config, run.history, run.summary, per_prompt)])
     assert [claim.text for claim in report.claims] == [
         "PPO (coefficient 0) beats fine-tuning by the labeller's score",
         "the best of 8 beats fine-tuning by the labeller's score",
     ]
+    per_prompt = {name: heads.per_prompt[name] for name in ("judged_longer", "judged_smollm2_64")}
+    report = read([Run(heads.folder, heads.config, [], {}, per_prompt)])
+    assert (list(report.measured), report.claims) == (["accuracy on real judgements, smollm2"], [])
 
 
 def test_a_run_of_another_program_is_refused():
-    with pytest.raises(ValueError, match=r"gold_sft.*run of train\.py"):
+    with pytest.raises(ValueError, match=r"gold_sft or judged_longer.*run of train\.py"):
         read([Run(Path("nowhere"), {"seed": 0}, [], {"accuracy": 0.8})])

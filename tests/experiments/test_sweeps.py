@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import wandb
 import yaml
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from PIL import Image
 from tests.lm import tiny
 from tests.marks import slow_but
@@ -40,7 +40,7 @@ from experiments.rafailov_2023_dpo_frontier import sft as frontier_sft
 from experiments.rafailov_2023_dpo_frontier import train as dpo
 from experiments.shao_2024_grpo import ppo as sums_ppo
 from experiments.shao_2024_grpo import train as grpo
-from experiments.stiennon_2020_summarize import reward, sft
+from experiments.stiennon_2020_summarize import judgements, reward, sft
 from experiments.stiennon_2020_summarize import train as pipeline
 from experiments.ziegler_2019_sentiment import search
 from experiments.ziegler_2019_sentiment import train as ppo
@@ -98,6 +98,11 @@ SECTIONS = {  # classes, as a parameter names them
 }
 
 
+def logging_config(configs: Sequence[Any]) -> Any:
+    """The settings that say where a run logs: the trainer's, which are second, or the only ones."""
+    return configs[:2][-1]
+
+
 @dataclass(frozen=True)
 class Program:
     """A program, and parameters for a two-step run on a tiny model."""
@@ -115,7 +120,7 @@ class Program:
     @property
     def is_own_loop(self) -> bool:
         """Whether our tracker logs, instead of transformers' callbacks."""
-        return not isinstance(self.parse([])[1], TrainingArguments)
+        return not isinstance(logging_config(self.parse([])), TrainingArguments)
 
     @property
     def takes_model(self) -> bool:
@@ -174,7 +179,6 @@ PROGRAMS = [
             "reward_batch_size": 2,
             "best_of": [2, 3],
             "kl_coefs": [0.05],
-            "judged_models": [],
             "eval_prompts": 1,
         },
         {
@@ -184,6 +188,11 @@ PROGRAMS = [
             "resume": False,
             "run": {"label_temperature": 0},
         },
+    ),
+    Program(
+        judgements,
+        {"pairs": [2, 4], "pool": 6, "held_out": 0.5, "held_out_pairs": 4, "tokens": 8},
+        {"seed": 3, "penalty": 1e-05, "tracker_kwargs": {"tags": ["a", "b"]}},
     ),
     Program(
         reward,
@@ -341,7 +350,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=core, **names).save_pretrained(folder / "model")
     tiny.llama(vocab_size=len(vocabulary), max_position_embeddings=256).save_pretrained(folder / "model")
-    shutil.copytree(folder / "model", folder / "gold")
+    for name in ("gold", "stories15m", "smollm2"):
+        shutil.copytree(folder / "model", folder / name)
     scorer = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
     scorer.save_pretrained(folder / "gold")
 
@@ -359,6 +369,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     speeches += [{"year": 3, "president": "George Washington", "text": f"{PROSE}."}] * 2
     for name, rows in (("imdb-1", reviews), ("sotu-1", speeches)):
         Dataset.from_list(rows).save_to_disk(folder / "cache" / "data" / name)
+    answers = [
+        {"prompt": f"say {i % 2}", "chosen": f"{word} good", "rejected": f"{word} bad"}
+        for i, word in enumerate(words[:8])
+    ]
+    judged = DatasetDict({split: Dataset.from_list(answers) for split in ("train", "test")})
+    judged.save_to_disk(folder / "cache" / "data" / "preferences-claude-1-0.5")
     return folder
 
 
@@ -381,9 +397,10 @@ def end_wandb() -> None:
 
 
 def tiny_run(program: Program, place: Path) -> dict[str, Any]:
-    models = {"model": "model", "encoder": "model", "gold": "gold"}
-    names = models.keys() & {field.name for field in fields(program.parse([])[0])}
-    return {**program.sizes, **({name: str(place / models[name]) for name in names} if program.takes_model else {})}
+    folders = {name: str(place / name) for name in ("model", "gold")} | {"encoder": str(place / "model")}
+    values = {**folders, "models": [str(place / name) for name in ("stories15m", "smollm2")]}
+    names = values.keys() & {field.name for field in fields(program.parse([])[0])}
+    return {**program.sizes, **({name: values[name] for name in names} if program.takes_model else {})}
 
 
 def run(program: Program, words: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -522,10 +539,10 @@ def test_a_sweeps_run_of_ddpo_is_one_training(here: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
 def test_no_two_runs_of_a_sweep_share_a_folder(program: Program, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_SWEEP_ID", "s")
-    name = "logdir" if hasattr(program.parse([])[1], "logdir") else "output_dir"
+    name = "logdir" if hasattr(logging_config(program.parse([])), "logdir") else "output_dir"
     for run_id, words in (("1", []), ("2", [f"--{name}=mine"])):
         monkeypatch.setenv("WANDB_RUN_ID", run_id)
-        folder = str(getattr(program.parse(words)[1], name))
+        folder = str(getattr(logging_config(program.parse(words)), name))
         assert folder.endswith(f"s/{run_id}")
         assert folder.startswith("mine" if words else "runs")
 
