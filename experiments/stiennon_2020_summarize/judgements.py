@@ -49,7 +49,7 @@ class JudgementsConfig:
     held_out_pairs: int = field(default=1024, metadata={"help": "Judgements about them that measure the accuracy."})
     penalty: float = field(default=100.0, metadata={"help": "Weight of |w|^2 / 2 in the head's loss."})
     tokens: int = field(default=96, metadata={"help": "Tokens of an answer that the frozen models read."})
-    output_dir: str = field(default="runs/judgements", metadata={"help": "Where the run's files go."})
+    output_dir: str = field(default="runs/stiennon_2020_summarize", metadata={"help": "Where the run's files go."})
     log_with: str | None = field(default=None, metadata={"help": "Tracker: wandb, another of accelerate's, or none."})
     tracker_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of wandb.init."})
 

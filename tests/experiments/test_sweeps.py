@@ -536,6 +536,13 @@ def test_a_sweeps_run_of_ddpo_is_one_training(here: Path, monkeypatch: pytest.Mo
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("file", [file for file in FILES if not file.name.startswith("sweep")], ids=name_of)
+def test_reproduce_finds_a_tiers_runs(file: Path):
+    config = logging_config(program_of(read_sweep(file)).parse([]))
+    folder = Path(config.logdir if hasattr(config, "logdir") else config.output_dir)
+    assert folder.parent == Path("runs")  # experiments.reproduce looks in runs/*/SWEEP
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
 def test_no_two_runs_of_a_sweep_share_a_folder(program: Program, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_SWEEP_ID", "s")
