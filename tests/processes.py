@@ -64,12 +64,13 @@ def process_of_many(engine: Callable[[], None] | None = None) -> Iterator[tuple[
     gc.collect()  # a trainer, its callbacks and DDP refer to each other in cycles
     if torch.distributed.is_initialized():  # a single process has a group only if FSDP2 started one
         torch.distributed.destroy_process_group()
-    left = [name for name in map(name_of_thread, Path("/proc/self/task").glob("*")) if "gloo" in name]
-    assert not left, f"The process group is still in use: {left}"
+    assert not (left := threads_of_gloo()), f"The process group is still in use: {left}"
 
 
-def name_of_thread(folder: Path) -> str:
-    return (folder / "comm").read_text().strip()
+def threads_of_gloo() -> list[str]:
+    """Returns the names of this process's threads that are gloo's."""
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
 
 
 def let_accelerate_shard_on_cpu() -> None:

@@ -38,6 +38,28 @@ def test_two_processes_under_accelerate_train_as_one(place):
         torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-6)
 
 
+TRAINING = """
+import torch._dynamo  # as the trainers do: a DDP that is the first to import it keeps the group
+from torch import distributed, nn
+from tests.processes import threads_of_gloo
+from trimtab_cli.main import end_process_group
+
+class Trainer:
+    def __init__(self):
+        self.model, self.callback = nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), self
+
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+Trainer()
+assert threads_of_gloo()
+end_process_group()
+assert not threads_of_gloo()
+"""
+
+
+def test_no_thread_of_the_group_is_left_when_a_process_exits():
+    output_of(sys.executable, "-c", TRAINING)
+
+
 @pytest.mark.slow
 def test_a_sweep_of_a_subcommand_ranks_its_runs_by_the_evaluation(place):
     words = [sys.executable, "-m", "trimtab_cli", "dpo", *DPO, "--eval_split=test", "--output_dir=out", "${args}"]

@@ -1,6 +1,7 @@
 """The dispatch of `trimtab SUBCOMMAND ...`; a subcommand is a function of its words that returns the exit status."""
 
 import difflib
+import gc
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -94,7 +95,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trimtab {name}: error: {mistake}", file=sys.stderr)
         return 2
     run = cast(Callable[[Sequence[str]], int], getattr(import_module(command.module), command.function))
-    return run(rest)
+    status = run(rest)
+    end_process_group()
+    return status
+
+
+def end_process_group() -> None:
+    """End the group that a training among several processes has left.
+
+    With an open group, gloo's threads sometimes abort a process that exits, and a launcher reports a failure.
+    """
+    if "torch.distributed" in sys.modules:
+        group = import_module("torch.distributed")
+        if group.is_available() and group.is_initialized():
+            gc.collect()  # a trainer and its callbacks refer to each other, and DDP holds on to the group
+            group.destroy_process_group()
 
 
 def page_of(name: str) -> Path:
