@@ -4,6 +4,7 @@ A session is `folder,loop,tracker,kill`: loop is train or own, kill is end or pl
 its own process. `folder/steps-<rank>.jsonl` gets a line per step, `folder/final-<rank>.pt` the weights.
 """
 
+import gc
 import json
 import os
 import random
@@ -163,7 +164,9 @@ class Session:
 def main(sessions: list[str]) -> None:
     torch.set_num_threads(1)
     if len(sessions) == 1:
-        return Session(*sessions[0].split(",")).run()
+        Session(*sessions[0].split(",")).run()
+        gc.collect()  # the trainer and with it DDP, whose group's threads may abort a process that exits
+        return
     for session in sessions:
         child = os.fork()
         if not child:
