@@ -239,7 +239,7 @@ def by_data(runs: Sequence[Run], heads: Sequence[str]) -> plt.Figure:
     xs, ys = zip(*next(iter(lines.values())), strict=True)
     start = fmean(row[0] for row in ys)
     axis.plot(xs[0], [start + 0.011 * np.log2(x / xs[0][0]) for x in xs[0]], ":", color="tab:gray", label="paper")
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(frameon=False, fontsize=9, loc="lower right")
     axis.set(xlabel="judgements learnt from", ylabel="accuracy")
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(xs[0]), [f"{x:g}" for x in xs[0]])
