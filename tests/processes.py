@@ -19,6 +19,8 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
+from trimtab_cli.main import end_process_group
+
 ROOT = Path(__file__).resolve().parents[1]
 TWO_PROCESSES = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::UserWarning")]
 """Marks of tests that train in two processes for minutes."""
@@ -62,9 +64,8 @@ def process_of_many(engine: Callable[[], None] | None = None) -> Iterator[tuple[
     if engine is not None:
         engine()
     yield int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    gc.collect()  # a trainer, its callbacks and DDP refer to each other in cycles
-    if torch.distributed.is_initialized():  # a single process has a group only if FSDP2 started one
-        torch.distributed.destroy_process_group()
+    end_process_group()  # a single process has a group only if FSDP2 started one
+    gc.collect()  # what ended the group itself may have left its trainer in a cycle
     kept = sum(type(thing) is DistributedDataParallel for thing in gc.get_objects())
     assert not kept, f"The block has kept {kept} of its trainers."
 

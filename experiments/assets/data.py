@@ -194,8 +194,7 @@ def preferences(annotator: Literal["gpt4", "claude"] = "gpt4", *, held_out: floa
         file = unpacked(ALPACA_EVAL) / ALPACA_EVAL_FILE.format(annotator)
         return preference_dataset(json.loads(file.read_bytes()), test_fraction=held_out)
 
-    name = f"preferences-{annotator}-1"
-    return cached(prepare, name if held_out == 0.1 else f"{name}-{held_out}")
+    return cached(prepare, f"preferences-{annotator}-1-{held_out}")
 
 
 def preference_dataset(annotations: Sequence[Mapping[str, Any]], *, test_fraction: float) -> DatasetDict:

@@ -103,6 +103,10 @@ def logging_config(configs: Sequence[Any]) -> Any:
     return configs[:2][-1]
 
 
+def folder_setting(config: Any) -> str:
+    return "logdir" if hasattr(config, "logdir") else "output_dir"
+
+
 @dataclass(frozen=True)
 class Program:
     """A program, and parameters for a two-step run on a tiny model."""
@@ -539,14 +543,14 @@ def test_a_sweeps_run_of_ddpo_is_one_training(here: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("file", [file for file in FILES if not file.name.startswith("sweep")], ids=name_of)
 def test_reproduce_finds_a_tiers_runs(file: Path):
     config = logging_config(program_of(read_sweep(file)).parse([]))
-    folder = Path(config.logdir if hasattr(config, "logdir") else config.output_dir)
+    folder = Path(getattr(config, folder_setting(config)))
     assert folder.parent == Path("runs")  # experiments.reproduce looks in runs/*/SWEEP
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
 def test_no_two_runs_of_a_sweep_share_a_folder(program: Program, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_SWEEP_ID", "s")
-    name = "logdir" if hasattr(logging_config(program.parse([])), "logdir") else "output_dir"
+    name = folder_setting(logging_config(program.parse([])))
     for run_id, words in (("1", []), ("2", [f"--{name}=mine"])):
         monkeypatch.setenv("WANDB_RUN_ID", run_id)
         folder = str(getattr(logging_config(program.parse(words)), name))

@@ -105,11 +105,10 @@ def end_process_group() -> None:
 
     With an open group, gloo's threads sometimes abort a process that exits, and a launcher reports a failure.
     """
-    if "torch.distributed" in sys.modules:
-        group = import_module("torch.distributed")
-        if group.is_available() and group.is_initialized():
-            gc.collect()  # a trainer and its callbacks refer to each other, and DDP holds on to the group
-            group.destroy_process_group()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        gc.collect()  # a trainer and its callbacks refer to each other, and DDP holds on to the group
+        distributed.destroy_process_group()
 
 
 def page_of(name: str) -> Path:
