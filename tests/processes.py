@@ -33,9 +33,10 @@ def results_of_two(module: str, folder: Path, *, seconds: int = 280) -> list[dic
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment for a process with the same imports as this one, and one thread."""
+    """Returns the environment for a process with the same imports as this one, one thread, and a trace of a crash."""
     return os.environ | {
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
 
@@ -46,7 +47,8 @@ def launch(module: str, *args: str, processes: int, seconds: int = 280) -> None:
     done = subprocess.run(
         [*torchrun, "-m", module, *args], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=seconds
     )
-    assert done.returncode == 0, done.stderr[-6000:]
+    crash = done.stderr.find("Fatal Python error")  # the other process's complaint and torchrun's follow it
+    assert done.returncode == 0, done.stderr[crash:][:6000] if crash >= 0 else done.stderr[-6000:]
 
 
 @contextmanager
