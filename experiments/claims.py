@@ -28,7 +28,7 @@ Outcome = Literal[
 ]
 AGREES: dict[Origin, Outcome] = {"paper": "reproduced", "adapted": "reproduced", "ours": "holds"}
 DISAGREES: dict[Origin, Outcome] = {"paper": "contradicted", "adapted": "does not carry over", "ours": "does not hold"}
-LEAST_SEEDS = 5  # for a verdict: the spread of fewer seeds is hardly known
+LEAST_SEEDS = 8  # for a verdict: the spread of fewer seeds is hardly known
 LEAST_GROUPS = 4  # of prompts, where they come in groups: with fewer the test errs too often
 HEADINGS = (
     "verdict",
