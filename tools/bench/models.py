@@ -46,13 +46,13 @@ def write_stable_diffusion(size: Size, folder: Path) -> None:
     _name_text_encoder(folder)
 
 
-def write_trained(name: str, folder: Path, samples: int = 16) -> None:
+def write_trained(name: str, folder: Path, samples: int) -> None:
     """Writes one of the pipelines in TRAINED, and its captions.
 
     Args:
         name: of the pipeline.
         folder: where to.
-        samples: of each caption of the emoji; gains are counted from their mean reward.
+        samples: see Size.
     """
     shutil.copytree(TRAINED[name], folder, dirs_exist_ok=True)
     core = json.loads((folder / "tokenizer/tokenizer.json").read_text())["model"]
@@ -178,7 +178,7 @@ def main(name: str, folder: Path) -> None:
     write_language_models(SIZES[name], folder)
     write_stable_diffusion(SIZES[name], folder / "diffusion")
     for pipeline in TRAINED:
-        write_trained(pipeline, folder / pipeline)
+        write_trained(pipeline, folder / pipeline, SIZES[name].samples)
     mark.write_text(wanted)
 
 

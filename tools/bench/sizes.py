@@ -44,6 +44,7 @@ class Size:
         ppo_batch, ppo_minibatch, ppo_epochs, ppo_new_tokens: PPO's batch, minibatch, epochs and tokens per response.
         images, denoising_steps: DDPO's images per epoch, in two batches, and denoising steps per image.
         base, scored, goals: for DDPO until a mean reward: the pipeline, images per epoch, and each pipeline's reward.
+        samples: images of each caption of the emoji by the base model; gains are counted from their mean reward.
         matmul: width of the square matrices that measure the machine's rate.
         pair: number of this pair of processes, from 0; works that depend on luck choose their seeds by it.
     """
@@ -69,6 +70,7 @@ class Size:
     base: str = "shapes"
     scored: int = 128
     goals: dict[str, float] = field(default_factory=lambda: {"shapes": 0.83, "emoji": 0.032})
+    samples: int = 16
     matmul: int = 2048
     pair: int = 0
 
@@ -97,6 +99,7 @@ TINY = Size(
     denoising_steps=2,
     scored=8,
     goals={"shapes": 0.7, "emoji": -0.5},
+    samples=1,
     matmul=256,
 )
 SIZES = {
