@@ -319,7 +319,7 @@ def help_of(words: list[str], folder: Path) -> str:
     paths = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, *words, "--help"]
     environment = os.environ | {"PYTHONPATH": paths}
-    shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+    shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert list(folder.iterdir()) == []
     return shown.stdout

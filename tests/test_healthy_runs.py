@@ -13,7 +13,7 @@ from tests.diffusion.test_ddpo_inputs import trainer as ddpo
 from tests.lm import tiny
 from tests.lm.grpo.run_distributed import trainer as grpo
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @contextmanager

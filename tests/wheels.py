@@ -60,7 +60,6 @@ def test_a_source_distribution_can_be_built_and_read_alone(name):
     assert {f"{package}/__init__.py", f"{package}/py.typed"} <= files
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ROWS)
 def test_one_command_trains_a_base_model_on_a_file_as_people_have_it(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

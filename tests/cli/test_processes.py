@@ -18,7 +18,7 @@ EXACT = ("--use_cpu", "--optim=sgd", "--train_sampling_strategy=sequential", "--
 
 
 def output_of(*words):
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=170)
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     return done.stdout
 

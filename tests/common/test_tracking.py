@@ -155,7 +155,7 @@ def test_a_run_without_a_key_looks_up_no_host(tmp_path):
     unset = {"WANDB_ERROR_REPORTING", "WANDB_MODE", "WANDB_API_KEY"}
     environment = {name: value for name, value in os.environ.items() if name not in unset} | {"HOME": str(tmp_path)}
     command = [sys.executable, "-c", OFFLINE, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == ""
     assert "is offline (no API key)" in done.stderr
 
@@ -345,7 +345,7 @@ print([name for name in ("wandb", "tensorboard", "torch.utils.tensorboard", "mlf
 
 def test_a_run_without_a_tracker_imports_none():
     command = [sys.executable, "-c", WITHOUT_WANDB]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout.endswith("[]\n")
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith("[]\n")
 
 
 OWN = [(0.1, 1), (0.2, 0), (0.3, 1000), (0.4, None)]
@@ -434,7 +434,7 @@ with start_tracking("wandb", project="p", config={}, folder=sys.argv[1]) as trac
 
 
 def test_sigterm_closes_the_run_and_marks_it_preempted(tmp_path):
-    done = subprocess.run([sys.executable, "-c", TERMINATE_ITSELF, str(tmp_path)], timeout=100)
+    done = subprocess.run([sys.executable, "-c", TERMINATE_ITSELF, str(tmp_path)])
     assert done.returncode == 128 + signal.SIGTERM
     records = read_wandb(tmp_path)
     assert history(records)["loss"] == {0: 1.0}

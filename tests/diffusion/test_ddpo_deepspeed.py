@@ -21,7 +21,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for stage in STAGES:
         sessions = [f"{folder},{case},{stage}" for case in (*CASES, REFUSED)]
-        launch("tests.diffusion.run_ddpo_deepspeed", *sessions, processes=2, seconds=500)
+        launch("tests.diffusion.run_ddpo_deepspeed", *sessions, processes=2)
     return folder
 
 

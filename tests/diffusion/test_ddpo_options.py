@@ -38,7 +38,6 @@ def assert_same(ddpo: DDPOTrainer, plain: DDPOTrainer, rtol: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # inductor compiles for long
 @pytest.mark.parametrize(("kind", "backend"), [("flux", "inductor"), ("unet", "inductor"), ("sd3", "aot_eager")])
 def test_compiled_blocks_make_the_same_update(kind: str, backend: str, tmp_path: Path):
     builders = {"flux": modern.flux, "unet": tiny.stable_diffusion, "sd3": tiny.stable_diffusion_3}

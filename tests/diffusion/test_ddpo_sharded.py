@@ -23,7 +23,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     once = [f"{folder / case},{case},2," for case in (*CASES, BFLOAT16)]
     for where in (*(folder / case for case in (*CASES, BFLOAT16)), *(chain for chain, _ in chains)):
         where.mkdir()
-    launch(MODULE, *once, *(f"{chain},{case},1," for chain, case in chains), processes=2, seconds=500)
+    launch(MODULE, *once, *(f"{chain},{case},1," for chain, case in chains), processes=2)
     launch(MODULE, *(f"{chain},{case},2,yes" for chain, case in chains), processes=1)
     launch(MODULE, *(f"{chain},{case},3,yes" for chain, case in chains), processes=2)
     return folder

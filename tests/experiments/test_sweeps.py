@@ -562,7 +562,6 @@ def test_no_two_runs_of_a_sweep_share_a_folder(program: Program, monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("file", [file for file in FILES if file.name.startswith("sweep")], ids=name_of)
 def test_a_sweep_that_is_killed_goes_on(file: Path, here: Path, place: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("WANDB_DIR", "WANDB_PROJECT", "WANDB_MODE"):  # the tool sets these itself
@@ -586,7 +585,7 @@ def test_a_sweep_that_is_killed_goes_on(file: Path, here: Path, place: Path, mon
     assert (first["status"], second["status"]) == ("finished", "running")
     assert second["run_id"] == cut["run_id"]
 
-    again = subprocess.run(tool, capture_output=True, text=True, timeout=300, check=False)
+    again = subprocess.run(tool, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stdout + again.stderr
     assert trials()[0] == first
     assert trials()[1]["run_id"] != cut["run_id"]

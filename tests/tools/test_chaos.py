@@ -71,6 +71,6 @@ def test_a_resume_that_loses_the_random_numbers_is_seen(tmp_path: Path, monkeypa
 @pytest.mark.slow
 def test_the_short_form_kills_and_finds_no_difference():
     command = [sys.executable, "-m", "tools.chaos", "--short"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "6 kills" in done.stdout

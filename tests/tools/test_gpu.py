@@ -80,7 +80,6 @@ def test_a_figure_that_is_not_finite_fails_its_part():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [name for name, part in PARTS.items() if part.missing(CPU) is None])
 def test_a_part_runs_at_its_smallest_size_on_a_cpu(name: str, monkeypatch, tmp_path: Path):
     assert run(monkeypatch, "--record", str(tmp_path / "record.json"), "--parts", name) == 0

@@ -11,7 +11,7 @@ from trimtab_lm.sampling.rollout import SamplingSettings
 from trimtab_lm.sampling.vllm import VLLMRollout
 
 pytest.importorskip("vllm", reason="vLLM's engine is not installed here: make test-vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
 def test_episodes_and_training_over_the_engine(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ def launch(*sessions: str, processes: int = 1) -> subprocess.CompletedProcess[st
     environment = keep | {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     spread = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [sys.executable, *(spread if processes > 1 else []), "-m", "tests.lm.ppo.run_resume", *sessions]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def run(*sessions: str) -> None:

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """Returns the stage, and the folder where both processes of one launch saved their results."""
     folder = tmp_path_factory.mktemp(f"stage{request.param}")
-    launch("tests.lm.sharded.run_deepspeed", f"{folder};{request.param}", processes=2, seconds=800)
+    launch("tests.lm.sharded.run_deepspeed", f"{folder};{request.param}", processes=2)
     return request.param, folder
 
 
@@ -73,7 +73,7 @@ def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Returns what the main process saved from the resumed trainings."""
     folder = tmp_path_factory.mktemp(f"resumed{request.param}")
     arguments = [str(folder), str(request.param), *RESUMED_CASES]
-    launch("tests.lm.sharded.run_deepspeed", ";".join(arguments), processes=2, seconds=400)
+    launch("tests.lm.sharded.run_deepspeed", ";".join(arguments), processes=2)
     return torch.load(folder / "0.pt")
 
 

@@ -22,7 +22,7 @@ def alone(case: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Returns the results of both processes of one launch."""
-    return results_of_two("tests.lm.sharded.run_ppo", tmp_path_factory.mktemp("two"), seconds=500)
+    return results_of_two("tests.lm.sharded.run_ppo", tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("case", CASES)

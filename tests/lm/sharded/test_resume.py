@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     plan = [("straight:0:3,broken:0:1,broken:1:3,moved:0:1", 2), ("moved:1:2", 1), ("moved:2:3", 2)]
     for sessions, processes in plan:
-        launch("tests.lm.sharded.run_resume", f"{folder},{sessions}", processes=processes, seconds=500)
+        launch("tests.lm.sharded.run_resume", f"{folder},{sessions}", processes=processes)
     return folder
 
 

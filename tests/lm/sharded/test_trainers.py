@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Returns the results of both processes of one launch."""
-    return results_of_two("tests.lm.sharded.run_trainers", tmp_path_factory.mktemp("two"), seconds=800)
+    return results_of_two("tests.lm.sharded.run_trainers", tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -15,7 +15,7 @@ from trimtab_lm.sampling.rollout import SamplingSettings, StaleWeightsError
 from trimtab_lm.sampling.vllm import VLLMRollout
 
 pytest.importorskip("vllm", reason="vLLM's engine is not installed here: make test-vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 
 LIMIT = 8
 LORA = {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}

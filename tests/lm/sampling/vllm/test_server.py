@@ -16,7 +16,7 @@ from trimtab_lm.sampling.vllm.client import VLLMServerError
 from trimtab_lm.sampling.vllm.server import VLLMServerRollout
 
 pytest.importorskip("vllm", reason="vLLM's server is not installed here: make test-vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 
 LIMIT = 8
 

@@ -89,7 +89,7 @@ def test_two_processes_train_on_the_samples_of_one_server(
 ):
     """The first process sends the weights, which FSDP2 may divide; both processes sample from them."""
     args = (str(tmp_path), folder, servers[0].address, str(is_sharded), str(is_asynchronous))
-    launch("tests.lm.sampling.vllm.run_trainers", *args, processes=2, seconds=800)
+    launch("tests.lm.sampling.vllm.run_trainers", *args, processes=2)
     for rank in range(2):
         logs = torch.load(tmp_path / f"{rank}.pt")
         if is_asynchronous:
