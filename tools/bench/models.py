@@ -20,6 +20,7 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TRAINED = {"shapes": EXPERIMENTS / "black_2023_ddpo/shapes", "emoji": EXPERIMENTS / "emoji/pipeline"}
 """The Stable Diffusion pipelines that the experiments trained."""
 CAPTIONS = "captions.json"  # of these: caption -> the reward from which ddpo_to_reward counts gains
+EMOJI_STEPS, EMOJI_GUIDANCE = 5, 3.0  # where a work does not say otherwise
 CLASSIFIER = "recognised.pt2"  # of the emoji: images of these captions -> 1 where name and colour are recognised
 SHAPES = [f"a {color} {shape}" for color in ("red", "green", "blue") for shape in ("circle", "square", "cross")]
 SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
@@ -71,7 +72,7 @@ def _write_emoji(folder: Path, samples: int) -> None:
     from experiments.emoji.measure import sampled, shipped
     from experiments.emoji.rewards import wanted, warmth
 
-    images = sampled(shipped("unet"), EMOJI * samples, steps=5, guidance=3.0)  # as in ddpo_to_reward
+    images = sampled(shipped("unet"), EMOJI * samples, steps=EMOJI_STEPS, guidance=EMOJI_GUIDANCE)
     means = warmth(images, ()).unflatten(0, (samples, -1)).mean(0)
     (folder / CAPTIONS).write_text(json.dumps(dict(zip(EMOJI, means.tolist(), strict=True))))
     judge = Recognised(shipped_classifier(), *wanted(EMOJI, torch.device("cpu")))

@@ -20,14 +20,14 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 from tools.bench.measuring import Clock, Load, Measurement
-from tools.bench.models import CAPTIONS, CLASSIFIER, text_encoder_norm
+from tools.bench.models import CAPTIONS, CLASSIFIER, EMOJI_GUIDANCE, EMOJI_STEPS, text_encoder_norm
 from tools.bench.sizes import Size
 from tools.bench.tasks.ddpo import forward_flops
 from torch import Tensor, nn
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "shapes": {"sample_num_steps": 10, "per_prompt_stat_tracking": True},
-    "emoji": {"sample_num_steps": 5, "sample_guidance_scale": 3.0},
+    "emoji": {"sample_num_steps": EMOJI_STEPS, "sample_guidance_scale": EMOJI_GUIDANCE},
 }
 """Of both sides, where a work does not change them."""
 TRAININGS, MOST_EPOCHS = 2, 60
