@@ -58,7 +58,8 @@ def read(runs: Sequence[Run]) -> Report:
     ends = "before and after training" if is_single else "after training, a dot for each run"
     caption = (
         f"Reward, KL and its coefficient over the steps of PPO: {medians_in_words(len(by(runs, 'seed')))}."
-        f"{' Dashed: the targets.' if targets else ''} (d) Reward and KL of held-out openings {ends}"
+        f"{' Dashed: the targets.' if targets else ''} (d) Reward and KL of held-out openings {ends}; its legend "
+        "is that of all panels"
     )
     if attainable is not None:
         caption += (
@@ -152,6 +153,7 @@ def figure(groups: Mapping[str, Sequence[Run]], targets: Sequence[float], attain
         is_shown = {name: key != REWARD or is_true(group[0]) for name, group in groups.items()}
         shown = {name: group for name, group in groups.items() if is_shown[name]} or groups
         curves(axis, {name: [run.curve("step", key) for run in group] for name, group in shown.items()})
+        axis.get_legend().remove()  # that of the last panel has all names
         axis.set_xlabel("PPO step")
     for target in targets:
         axes[1].axhline(target, color="tab:gray", linestyle="--", linewidth=0.8)
