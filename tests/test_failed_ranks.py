@@ -38,9 +38,9 @@ CASES = [
 
 
 def ended(launcher: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a job under a launcher; if a process waits forever for the other, the test reaches its time limit."""
+    """Runs a job under a launcher; a process that would wait forever for the other reaches the time limit."""
     command = [sys.executable, "-m", *launcher, "-m", "tests.run_failed_ranks", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.parametrize(("trainer", "failure", "rank"), CASES)

@@ -142,7 +142,7 @@ def test_sigint_leaves_transformers_run_to_wandb_which_closes_it_as_failed(tmp_p
     session = {"work": "sft", "folder": str(tmp_path), "signals": ["SIGINT"], "place": "update", "at": 3}
     session |= {"tracker": "wandb", "environment": {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}}
     command = [sys.executable, "-m", "tests.run_signals", json.dumps(session)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100)
     assert done.returncode in (130, -signal.SIGINT), done.stderr[-3000:]
     records = read_wandb(tmp_path)
     assert records["preempting"] == []

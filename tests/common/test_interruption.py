@@ -286,7 +286,7 @@ with trainer.during_train():
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, signals, sweep, status):
     environment = os.environ | ({} if sweep is None else {"WANDB_SWEEP_ID": "s"})
     command = [sys.executable, "-c", SECOND, *signals]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stderr
     assert ("saved" in done.stdout) == (status == 143)
     assert "SIG" in done.stderr

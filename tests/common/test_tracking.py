@@ -434,7 +434,7 @@ with start_tracking("wandb", project="p", config={}, folder=sys.argv[1]) as trac
 
 
 def test_sigterm_closes_the_run_and_marks_it_preempted(tmp_path):
-    done = subprocess.run([sys.executable, "-c", TERMINATE_ITSELF, str(tmp_path)])
+    done = subprocess.run([sys.executable, "-c", TERMINATE_ITSELF, str(tmp_path)], timeout=100)
     assert done.returncode == 128 + signal.SIGTERM
     records = read_wandb(tmp_path)
     assert history(records)["loss"] == {0: 1.0}
