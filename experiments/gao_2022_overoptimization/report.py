@@ -272,7 +272,7 @@ def claims_about(few: int, many: int, fewest: int = 8) -> Iterator[Claim]:
         "more",
         **margin_fields(PAPER, "quality of a fit"),
         scale=SCALE,
-        trivial="two parameters are fitted to seven points that are nearly on a line",
+        trivial="two parameters are fitted to points that are nearly on a line",
         place="section 3.1",
         than=0.9,
     )
