@@ -226,11 +226,8 @@ def learn_rewards(
 
 
 def raw_proxy(reward: Path) -> Proxy:
-    """Loads the reward model of a folder; it scores a text at its end token, as in RewardTrainer."""
-    model = AutoModelForSequenceClassification.from_pretrained(reward)
-    tokenizer = AutoTokenizer.from_pretrained(reward)
-    scorer = RewardModel(model, tokenizer, batch_size=64, device=PartialState().device)
-    return lambda texts: scorer(texts, [tokenizer.eos_token] * len(texts))
+    """Loads the reward model of a folder."""
+    return RewardModel(str(reward), batch_size=64, device=PartialState().device).score
 
 
 def normalised_proxy(reward: Path) -> Proxy:

@@ -241,7 +241,7 @@ def test_a_reward_model_reads_prompt_and_completion(tmp_path: Any):
     folder = tmp_path / "scorer"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    expected = [alone(model, text) for text in ("ax", "axx", "bby", "bbyyy")]
+    expected = [alone(model, f"{text}</s>") for text in ("ax", "axx", "bby", "bbyyy")]
     by_module = RewardSet([length, model], [0.0, 1.0], [None, tokenizer])
     by_name = RewardSet([length, str(folder)], [0.0, 1.0])
     ready = RewardSet([length, RewardModel(model, tokenizer)], [0.0, 1.0])
@@ -257,7 +257,7 @@ def test_an_adapted_reward_model_is_one_too():
     model = get_peft_model(tiny.scorer(), LoraConfig(task_type=TaskType.SEQ_CLS, target_modules=["c_attn"])).eval()
     rewards = RewardSet(model, processing_classes=tiny.tokenizer())
     assert rewards.names == ["GPT2ForSequenceClassification"]
-    ids = torch.tensor([tiny.tokenizer()("bbyyy")["input_ids"]])
+    ids = torch.tensor([tiny.tokenizer()("bbyyy</s>")["input_ids"]])
     assert float(rewards(PROMPTS, COMPLETIONS, IDS).rewards[3]) == pytest.approx(float(model(ids).logits), rel=1e-4)
 
 
@@ -269,7 +269,7 @@ def test_a_reward_model_reads_a_conversation_with_one_bos():
     completions = as_completions(prompts, COMPLETIONS)
     assert completions[1] == [{"role": "assistant", "content": "xx"}]
     assert as_completions(PROMPTS, COMPLETIONS) == COMPLETIONS
-    expected = [alone(model, f"<s>{text}") for text in ("uaax", "uaaxx", "ubbay", "ubbayyy")]
+    expected = [alone(model, f"<s>{text}</s>") for text in ("uaax", "uaaxx", "ubbay", "ubbayyy")]
     rewards = RewardSet(model, processing_classes=tokenizer)
     assert rewards(prompts, completions, IDS).rewards.tolist() == pytest.approx(expected, rel=1e-5)
 

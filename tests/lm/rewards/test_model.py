@@ -1,11 +1,17 @@
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig
 from tests.lm import tiny
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
+from tests.lm.reward.run_distributed import scorer as scorer_of_kind
+from tests.lm.reward.run_distributed import trainer
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
+from trimtab_lm.rewards.functions import model_reward
 from trimtab_lm.rewards.model import RewardModel
 
 QUERIES, RESPONSES = ["a query", "so", "what is it"], [" and an answer", "", " good"]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] + m.content }}</s> {% endfor %}"
 
 
 def alone(model, text: str) -> float:
@@ -15,20 +21,73 @@ def alone(model, text: str) -> float:
     return float(model.score(hidden[0, -1])[0])
 
 
+def turns(role: str, texts: list[str]) -> list[list[dict[str, str]]]:
+    return [[{"role": role, "content": text}] for text in texts]
+
+
 @pytest.mark.parametrize("pad", ["<pad>", "</s>"])
 def test_the_last_real_token_is_scored_whatever_pads(pad):
     model = tiny.scorer().eval()
-    tokenizer = tiny.tokenizer(pad_token=pad)
-    responses = [response + "</s>" for response in RESPONSES]
-    scores = RewardModel(model, tokenizer, batch_size=2)(QUERIES, responses, label=["ignored"] * 3)
-    expected = [alone(model, query + response) for query, response in zip(QUERIES, responses, strict=True)]
+    scores = RewardModel(model, tiny.tokenizer(pad_token=pad), batch_size=2)(QUERIES, RESPONSES, label=["ignored"] * 3)
+    expected = [alone(model, f"{query}{response}</s>") for query, response in zip(QUERIES, RESPONSES, strict=True)]
     assert scores == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_long_text_loses_its_beginning():
+@pytest.mark.parametrize(("kind", "pad"), [("gpt2", "<pad>"), ("llama", "<pad>"), ("llama", "</s>"), ("bert", "<pad>")])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_it_reads_a_text_as_reward_trainer_does(kind, pad, is_chat, tmp_path):
+    tokenizer = tiny.tokenizer(pad_token=pad)
+    tokenizer.chat_template = TEMPLATE
+    chosen, rejected = RESPONSES[::2], [" bad", " no"]
+    rows = {"prompt": QUERIES[::2], "chosen": chosen, "rejected": rejected}
+    if is_chat:
+        rows = {"prompt": turns("user", rows["prompt"]), **{k: turns("assistant", rows[k]) for k in ("chosen", "rejected")}}
+    model = tiny.scorer() if kind == "gpt2" else scorer_of_kind(kind, pad_token_id=tokenizer.pad_token_id)
+    reward_trainer = trainer(model, tmp_path, {"processing_class": tokenizer})
+    expected = reward_trainer.predict(Dataset.from_dict(rows)).predictions
+    reward = model_reward(RewardModel(reward_trainer.model, tokenizer))
+    for i, side in enumerate(("chosen", "rejected")):
+        assert reward(rows["prompt"], rows[side]) == pytest.approx(expected[:, i].tolist(), rel=1e-4, abs=1e-6)
+
+
+def test_a_model_that_learnt_without_eos_reads_without_it():
+    model, tokenizer = tiny.scorer().eval(), tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    reward = RewardModel(model, tokenizer, ends_in_eos=False)
+    assert reward(["so"], [" good"]) == pytest.approx([alone(model, "so good")], rel=1e-5)
+    conversation = turns("user", ["so"])[0]
+    assert reward.score([conversation]) == pytest.approx([alone(model, "<s>uso</s> ")], rel=1e-5)
+    with pytest.raises(ValueError, match="is empty, and the tokenizer adds no token"):
+        reward([""], [""])
+
+
+def test_an_empty_text_has_a_score():
     model = tiny.scorer().eval()
-    (score,) = RewardModel(model, tiny.tokenizer(), max_length=4)(["what is"], [" good"])
-    assert score == pytest.approx(alone(model, "good"), rel=1e-5)
+    assert RewardModel(model, tiny.tokenizer())(["", "so"], ["", " good"]) == pytest.approx(
+        [alone(model, "</s>"), alone(model, "so good</s>")], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("bos", ["", "<s>"])
+def test_a_long_text_loses_its_beginning_but_not_bos(bos):
+    model = tiny.scorer().eval()
+    reward = RewardModel(model, tiny.tokenizer(), max_length=5 + bool(bos))
+    with pytest.warns(UserWarning, match="8 tokens at its beginning"):
+        (score,) = reward([f"{bos}what is"], [" good"])
+    assert score == pytest.approx(alone(model, f"{bos}good</s>"), rel=1e-5)
+    assert reward([f"{bos}what is"], [" good"]) == [score]  # without a second warning
+
+
+def test_adapters_that_reward_trainer_saved_are_a_reward_model(tmp_path):
+    scorer_of_kind("llama").save_pretrained(tmp_path / "base")
+    rows = Dataset.from_dict({"prompt": QUERIES[::2], "chosen": RESPONSES[::2], "rejected": [" bad", " no"]})
+    arguments = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"]), "train_dataset": rows}
+    reward_trainer = trainer(str(tmp_path / "base"), tmp_path, arguments, max_steps=2, learning_rate=0.1)
+    reward_trainer.train()
+    reward_trainer.save_model(tmp_path / "adapter")
+    expected = reward_trainer.predict(rows).predictions[:, 0].tolist()
+    for reward in (RewardModel(str(tmp_path / "adapter")), RewardModel(reward_trainer.model, tiny.tokenizer())):
+        assert reward(rows["prompt"], rows["chosen"]) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_classifier_of_several_labels_must_say_which_one():
@@ -37,24 +96,9 @@ def test_a_classifier_of_several_labels_must_say_which_one():
     with pytest.raises(ValueError, match="2 labels"):
         RewardModel(model, tiny.tokenizer())
     scores = [RewardModel(model, tiny.tokenizer(), label=label)(QUERIES, RESPONSES) for label in (0, 1)]
-    ids = torch.tensor([tiny.tokenizer()(QUERIES[1])["input_ids"]])
+    ids = torch.tensor([tiny.tokenizer()(f"{QUERIES[1]}</s>")["input_ids"]])
     logits = model.score(model.base_model(ids).last_hidden_state[0, -1])
     assert [score[1] for score in scores] == pytest.approx(logits.tolist(), rel=1e-5)
-
-
-def test_an_encoder_is_scored_as_it_scores_itself():
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "num_labels": 1,
-    }
-    model = tiny.seeded(BertForSequenceClassification, BertConfig(**sizes, vocab_size=len(tiny.VOCABULARY))).eval()
-    scores = RewardModel(model, tiny.tokenizer(), batch_size=3)(QUERIES, RESPONSES)
-    for query, response, score in zip(QUERIES, RESPONSES, scores, strict=True):
-        ids = torch.tensor([tiny.tokenizer()(query + response)["input_ids"]])
-        assert score == pytest.approx(float(model(ids).logits), rel=1e-4, abs=1e-6)
 
 
 def test_a_module_needs_its_tokenizer():

@@ -62,6 +62,29 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_eos: bool 
     return {"input_ids": _ending_in(require_eos(tokenizer), ids) if add_eos else ids}
 
 
+def ends_in_sep(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns whether the tokenizer is of BERT's kind: it ends a text in SEP, and has no EOS."""
+    return tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None
+
+
+def encode_scored(tokenizer: PreTrainedTokenizerBase, text: Text, *, ends_in_eos: bool = True) -> list[int]:
+    """Returns the ids of a text or conversation whose score is read: those on which `RewardTrainer` trains it.
+
+    Args:
+        ends_in_eos: a text ends in EOS, and a conversation in its last stop token, or else in EOS. False: in what the
+            tokenizer or the chat template writes last.
+
+    Raises:
+        ValueError: the tokenizer has neither EOS nor SEP and `ends_in_eos` is set, or it has no chat template.
+    """
+    ends_in_eos = ends_in_eos and not ends_in_sep(tokenizer)
+    if isinstance(text, str):
+        return encode_text(tokenizer, text, add_eos=ends_in_eos)["input_ids"]
+    written = renderer(tokenizer, None, None)(text)
+    ids = list(tokenizer(written, add_special_tokens=False)["input_ids"])
+    return closed(tokenizer, ids, [1] * len(ids), is_templated=True)[0] if ends_in_eos else ids
+
+
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Text,

@@ -16,7 +16,7 @@ from trimtab_lm.data.formats import (
     row_format,
 )
 from trimtab_lm.data.sources import as_data
-from trimtab_lm.data.tokenization import encode_prompt_completion, stop_token_ids
+from trimtab_lm.data.tokenization import encode_prompt_completion, ends_in_sep, stop_token_ids
 from trimtab_lm.data.truncation import IS_EMPTIED, Mode, report_truncation, truncate_answers
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.tokens.positions import Positions
@@ -80,8 +80,8 @@ def prepare_pairs(
 
 def _cut(pair: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase, length: int, mode: Mode) -> dict[str, Any]:
     """A pair of at most so many tokens; it is emptied where what told the answers apart was cut: it has no winner."""
-    first = tokenizer.cls_token_id if _ends_in_sep(tokenizer) else tokenizer.bos_token_id
-    stops = {tokenizer.sep_token_id} if _ends_in_sep(tokenizer) else stop_token_ids(tokenizer)
+    first = tokenizer.cls_token_id if ends_in_sep(tokenizer) else tokenizer.bos_token_id
+    stops = {tokenizer.sep_token_id} if ends_in_sep(tokenizer) else stop_token_ids(tokenizer)
     sizes = {"max_length": length, "max_prompt_length": None}
     cut = truncate_answers(pair, **sizes, mode=mode, bos_token_id=first, stop_ids=stops)
     cut[IS_EMPTIED] |= cut["chosen_input_ids"] == cut["rejected_input_ids"]
@@ -92,15 +92,10 @@ def _text_pair(row: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[i
     """Prompt and answers as `truncate_answers` takes them. The prompt may be empty: a score needs no token before."""
     prompt, *answers = preference_parts(row)
     settings: dict[str, Any] = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name)}
-    settings["add_eos"] = not _ends_in_sep(tokenizer)
+    settings["add_eos"] = not ends_in_sep(tokenizer)
     encoded = [encode_prompt_completion(tokenizer, prompt, answer, **settings) for answer in answers]
     heads = [side["input_ids"][: side["completion_mask"].index(1)] for side in encoded]
     return _pair(encoded[0]["input_ids"], encoded[1]["input_ids"], common_length(*heads))
-
-
-def _ends_in_sep(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """BERT's kind: its tokenizer ends a text in SEP, and has no EOS."""
-    return tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None
 
 
 def _tokenized_pair(row: Row) -> dict[str, list[int]]:

@@ -210,14 +210,7 @@ def model_reward(model: RewardModel) -> RewardFunction:
     def reward(prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         if isinstance(prompts[0], str):
             return model(prompts, completions)
-        tokenizer = model.tokenizer
-        conversations = [[*prompt, *answer] for prompt, answer in zip(prompts, completions, strict=True)]
-        texts = [str(tokenizer.apply_chat_template(messages, tokenize=False)) for messages in conversations]
-        bos = tokenizer.bos_token
-        # Templates write the BOS token and tokenizers add it again: it belongs there once.
-        if bos is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
-            texts = [text.removeprefix(bos) for text in texts]
-        return model([""] * len(texts), texts)
+        return model.score([[*prompt, *answer] for prompt, answer in zip(prompts, completions, strict=True)])
 
     return reward
 

@@ -1,12 +1,19 @@
 """Scores from a reward model."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import find_adapter_config_file
 
+from trimtab_lm.data.formats import Text
+from trimtab_lm.data.tokenization import encode_scored
+from trimtab_lm.data.truncation import truncate_row
+from trimtab_lm.interface import base_of, learns_prompt
+from trimtab_lm.models.loading import load_model
 from trimtab_lm.tokens.layout import pad
 from trimtab_lm.tokens.positions import Positions
 
@@ -14,12 +21,17 @@ from trimtab_lm.tokens.positions import Positions
 class RewardModel:
     """A sequence classifier as a reward function: the score of query + response, one float per response.
 
+    It reads a text as `RewardTrainer` trains on it: with an EOS at its end, where a decoder's score is taken.
+
     Args:
-        model: hub id, folder or module. It is frozen and put into evaluation mode.
+        model: hub id or folder, of a model or of the adapters that RewardTrainer saved; or a module. It is frozen and
+            put into evaluation mode.
         tokenizer: the model's own; None loads the one beside a model that is given by name.
         label: the label whose logit is the score, of a model with several.
-        max_length: in tokens; longer texts lose their beginning. None: the positions of the model.
+        max_length: in tokens; longer texts lose their beginning, except BOS or CLS, with a warning. None: the positions
+            of the model.
         batch_size: texts of a forward pass.
+        ends_in_eos: False for a model that was trained on texts without EOS at their end.
 
     Raises:
         ValueError: a module without a tokenizer, or a model of several labels without `label`.
@@ -34,10 +46,11 @@ class RewardModel:
         max_length: int | None = None,
         batch_size: int = 16,
         device: torch.device | str = "cpu",
+        ends_in_eos: bool = True,
     ):
         if isinstance(model, str):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-            model = AutoModelForSequenceClassification.from_pretrained(model)
+            model = _loaded(model)
         if tokenizer is None:
             raise ValueError(
                 "A reward model that is given as a module needs its tokenizer: RewardModel(model, tokenizer)."
@@ -49,33 +62,62 @@ class RewardModel:
             )
         self.model: Any = model.eval().requires_grad_(False).to(device)
         self.tokenizer, self.label, self.batch_size = tokenizer, label or 0, batch_size
+        self.ends_in_eos, self._has_cut = ends_in_eos, False
         limits = (getattr(model.config.get_text_config(), "max_position_embeddings", None), Positions.of(model).decoder)
         self.max_length = max_length or min((limit for limit in limits if limit is not None), default=None)
 
-    @torch.no_grad()
     def __call__(self, queries: Sequence[str], responses: Sequence[str], **_: object) -> list[float]:
         """The score of each query with its response, in their order."""
-        texts = [query + response for query, response in zip(queries, responses, strict=True)]
-        rows = [
-            torch.tensor(ids[-self.max_length :] if self.max_length else ids)
-            for ids in self.tokenizer(texts)["input_ids"]
-        ]
+        return self.score([query + response for query, response in zip(queries, responses, strict=True)])
+
+    @torch.no_grad()
+    def score(self, texts: Sequence[Text]) -> list[float]:
+        """The score of each text, or of each conversation as the chat template writes it, in their order.
+
+        Raises:
+            ValueError: a text has no token.
+        """
+        rows = [self._read(text) for text in texts]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         scores = [0.0] * len(rows)
         for start in range(0, len(order), self.batch_size):
             chosen = order[start : start + self.batch_size]
-            for i, score in zip(chosen, self._score([rows[i] for i in chosen]).tolist(), strict=True):
+            for i, score in zip(chosen, self._scores([rows[i] for i in chosen]).tolist(), strict=True):
                 scores[i] = score
         return scores
 
-    def _score(self, rows: Sequence[Tensor]) -> Tensor:
+    def _read(self, text: Text) -> Tensor:
+        ids = encode_scored(self.tokenizer, text, ends_in_eos=self.ends_in_eos)
+        if not ids:
+            raise ValueError("A text to score is empty, and the tokenizer adds no token. Set ends_in_eos=True.")
+        first = ids[0] if ids[0] in (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id) else None
+        row = truncate_row(ids, [1] * len(ids), max_length=self.max_length, mode="keep_end", bos_token_id=first)
+        if row.tokens_cut and not self._has_cut:
+            self._has_cut = True
+            warnings.warn(
+                f"A text to score has {len(ids)} tokens, and the reward model reads {self.max_length}: "
+                f"{row.tokens_cut} tokens at its beginning are cut. So are those of all longer texts.",
+                stacklevel=4,
+            )
+        return torch.tensor(row.input_ids)
+
+    def _scores(self, rows: Sequence[Tensor]) -> Tensor:
         device = next(self.model.parameters()).device
         input_ids, mask = pad(rows, self.tokenizer.pad_token_id or 0)
         input_ids, mask = input_ids.to(device), mask.to(device)
-        if not isinstance(getattr(self.model, "score", None), nn.Linear):  # BERT and its kin read their first token
-            return self.model(input_ids=input_ids, attention_mask=mask).logits[:, self.label]
+        base = base_of(self.model)
+        if getattr(base, "score", None) is None or learns_prompt(self.model):  # BERT and its kin read the first token
+            return self.model(input_ids=input_ids, attention_mask=mask).logits[:, self.label].float()
         # transformers looks for the last token that is not padding by its id, and so before an EOS that doubles as
         # padding; the length of the row is what counts.
-        hidden = self.model.base_model(input_ids=input_ids, attention_mask=mask).last_hidden_state
+        hidden = base.base_model(input_ids=input_ids, attention_mask=mask).last_hidden_state
         last = hidden[torch.arange(len(rows), device=device), mask.sum(1) - 1]
-        return self.model.score(last)[:, self.label].float()
+        return base.score(last)[:, self.label].float()
+
+
+def _loaded(name: str) -> Any:
+    """The model of a hub id or folder; adapters are merged into their base model, and have one label."""
+    if find_adapter_config_file(name) is None:
+        return AutoModelForSequenceClassification.from_pretrained(name)
+    kind: Any = AutoModelForSequenceClassification
+    return load_model(kind, name, (), {"num_labels": 1}, is_trainable=False, hub={}).merge_and_unload()
