@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,13 @@ def said(grpo):
 
 
 def sampled_at(temperature):
-    return TransformersRollout(SamplingSettings(8, temperature=temperature), tiny.tokenizer(), batch_size=32)
+    """A rollout that samples at another temperature than it says."""
+    sampler = TransformersRollout(SamplingSettings(8, temperature=temperature), tiny.tokenizer(), batch_size=32)
+
+    def generate(*args, **kwargs):
+        return sampler.generate(*args, **kwargs)._replace(logprobs=None, is_policy=False)
+
+    return SimpleNamespace(settings=SamplingSettings(8), sync=sampler.sync, generate=generate)
 
 
 def share_of_a(completions, **_):

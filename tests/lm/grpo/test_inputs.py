@@ -54,6 +54,21 @@ def test_no_dataset(make):
         grpo.train()
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.7}, r"has temperature=0.7, and the rollout's settings have 1.0"),
+        ({"top_k": 20}, r"has top_k=20, and the rollout's settings have 0"),
+        ({"generation_kwargs": {"typical_p": 0.9}}, r"has generation_kwargs=.*have \{\}"),
+        ({"rollout_backend": "continuous_batching"}, "and a rollout came"),
+        ({"rollout_backend_kwargs": {"batch_size": 2}}, "and a rollout came"),
+    ],
+)
+def test_settings_that_a_rollout_would_ignore(make, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(rollout=Scripted(), **settings)
+
+
 def test_rewards_that_are_no_functions(make):
     with pytest.raises(TypeError, match="A reward function is a callable"):
         make(reward=3)

@@ -62,6 +62,17 @@ def test_the_logs_say_what_happened(make):
     assert abs(metrics["eval_loss"]) > 1e-3
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "cispo", "dr_grpo"])
+def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(loss_type, make):
+    grpo = make(max_steps=2, learning_rate=1e-2, loss_type=loss_type, beta=0.1, eval_dataset=prompts(5))
+    grpo.train()
+    losses = []
+    for grpo.args.per_device_eval_batch_size in (1, 5):
+        losses.append(grpo.evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert abs(losses[0]) > 1e-4
+
+
 def test_a_second_training_logs_nothing_of_the_first(make):
     first_run = [True]
     grpo = make(reward=lambda completions, **_: [float(not first_run)] * len(completions), max_steps=3, logging_steps=2)

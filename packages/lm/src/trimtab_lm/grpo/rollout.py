@@ -22,7 +22,7 @@ from trimtab_lm.interface import base_of
 from trimtab_lm.rewards.functions import Rewards, RewardSet, Scored, Tokenizers, as_completions
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import response_texts
-from trimtab_lm.sampling.rollout import Rollout, RolloutBackend, roll_out, takes_rows
+from trimtab_lm.sampling.rollout import Rollout, RolloutBackend, SamplingSettings, roll_out, takes_rows
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.layout import TokenGroup, split
 from trimtab_lm.tokens.positions import Positions
@@ -260,15 +260,38 @@ def everyones_advantages(rewards: Tensor, is_counted: Tensor, *, scale: str, ran
 def backend_and_pending(
     config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, rollout: RolloutBackend | None
 ) -> tuple[RolloutBackend, Any]:
-    """The backend: `rollout`, or the one that the config names, which may sample ahead."""
+    """The backend: `rollout`, or the one that the config names, which may sample ahead.
+
+    Raises:
+        ValueError: the config asks for another backend than `rollout`, or for other sampling.
+    """
     if rollout is None:
         rollout = make_backend(config.rollout_backend, config.sampling(), tokenizer, config.rollout_backend_kwargs)
+    else:
+        _check_rollout(config, rollout)
     if not config.asynchronous_rollouts:
         return rollout, None
     from trimtab_lm.sampling.asynchronous import AsynchronousRollout, Pending
 
     pending = Pending()
     return AsynchronousRollout(rollout, pending), pending
+
+
+def _check_rollout(config: GRPOConfig, rollout: RolloutBackend) -> None:
+    if config.rollout_backend != "transformers" or config.rollout_backend_kwargs:
+        raise ValueError(
+            f"rollout_backend={config.rollout_backend!r} with rollout_backend_kwargs={config.rollout_backend_kwargs}, "
+            "and a rollout came. Leave one of them out."
+        )
+    asked, used = config.sampling(), rollout.settings
+    unset = {name: field.default for name, field in GRPOConfig.__dataclass_fields__.items()}
+    unset |= {"generation_kwargs": {}, "temperature": used.temperature}  # log-probabilities need the temperature
+    for name in SamplingSettings.__dataclass_fields__.keys() - {"max_completion_length"}:  # a turn is shorter
+        if getattr(asked, name) not in (getattr(used, name), unset[name]):
+            raise ValueError(
+                f"GRPOConfig has {name}={getattr(asked, name)!r}, and the rollout's settings have "
+                f"{getattr(used, name)!r}, by which it samples. Make them equal."
+            )
 
 
 def reward_set_of(

@@ -88,7 +88,7 @@ def update_stats(
     if rollout.old_logprobs is None and config.samples_tell_surprise:
         stats[SURPRISE] = Surprise.of_tokens(scores.logprobs, scores.entropy)
     if totals is not None:
-        weight = totals.tokens if config.loss_type in ("bnpo", "dapo") else totals.sequences
+        weight = totals.tokens if config.loss_type in ("bnpo", "dapo", "cispo") else totals.sequences
         stats["loss"] = Mean(losses.loss.detach() * weight, weight)
     return stats
 
