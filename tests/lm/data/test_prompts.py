@@ -111,6 +111,13 @@ def test_an_empty_query_is_refused_by_its_row():
         as_queries(Dataset.from_dict({"query": ["a", ""]}), tiny.tokenizer(), is_encoder_decoder=False)
 
 
+@pytest.mark.parametrize("value", [None, 3])
+def test_a_query_that_is_no_text_is_refused_by_its_row(value):
+    rows = Dataset.from_dict({"query": ["a", None] if value is None else [value, value]})
+    with pytest.raises(ValueError, match=rf"Row \d: The prompt is {value} \((NoneType|int)\): a text"):
+        as_queries(rows, tiny.tokenizer(), is_encoder_decoder=False)
+
+
 def test_datasets_open_from_files_and_saved_folders(tmp_path):
     rows = [{"query": "a"}, {"query": "b"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))

@@ -130,6 +130,7 @@ def test_what_was_cut_is_said():
     [
         ([{"prompt": "a", "chosen": "b"}], r"DPO cannot read a dataset with the columns \['prompt', 'chosen'\]"),
         ([ROW, {**ROW, "rejected": ""}], "Row 1: The completion is empty"),
+        ([ROW, {**ROW, "prompt": None}], "Row 1: The prompt is None"),
         ([{"prompt": "", "chosen": "b", "rejected": "c"}], "Row 0: The prompt has no token"),
         ([{"chosen": "same", "rejected": "same"}], "Row 0: chosen and rejected are the same"),
         ([{"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]}], "Make both texts"),

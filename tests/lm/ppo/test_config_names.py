@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
 
 import datasets
 import pytest
@@ -44,12 +45,39 @@ def test_query_dataset_may_be_a_saved_folder_and_a_given_dataset_wins(tmp_path):
     assert tiny.ppo(query_dataset=str(tmp_path), arguments={"dataset": arguments}).dataset is arguments
 
 
+class Texts(torch.utils.data.Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i]
+
+
+@pytest.mark.parametrize("kind", [list, Texts])
+def test_rows_of_texts_without_a_table_are_tokenized(kind):
+    rows = kind([{"query": letter * 3} for letter in "abcd"])
+    (batch,) = tiny.ppo(arguments={"dataset": rows}).dataloader
+    assert sorted(batch["query"]) == ["aaa", "bbb", "ccc", "ddd"]
+    ids = kind([{"input_ids": torch.tensor([5])}] * 4)
+    assert tiny.ppo(arguments={"dataset": ids}).dataset is ids
+
+
+def test_a_stream_of_prompts_is_refused():
+    stream = datasets.Dataset.from_dict({"query": ["a"] * 4}).to_iterable_dataset()
+    with pytest.raises(TypeError, match="PPO takes its prompts from a datasets.Dataset, not from a IterableDataset"):
+        tiny.ppo(arguments={"dataset": stream})
+
+
 @pytest.mark.parametrize("is_dropped", [True, False])
 def test_remove_unused_columns(is_dropped):
     data = datasets.Dataset.from_dict(
         {"input_ids": [[5]] * 4, "query": ["b"] * 4, "response": [""] * 4, "label": [1] * 4, "prompt_id": [3] * 4}
     )
-    (batch,) = tiny.ppo(arguments={"dataset": data}, remove_unused_columns=is_dropped).dataloader
+    with pytest.warns(match="columns prompt_id of the dataset are dropped") if is_dropped else nullcontext():
+        (batch,) = tiny.ppo(arguments={"dataset": data}, remove_unused_columns=is_dropped).dataloader
     assert set(batch) == {"input_ids", "query", "response", "label"} | (set() if is_dropped else {"prompt_id"})
 
 
@@ -92,7 +120,8 @@ def test_reward_model_scores_in_train(tmp_path):
         on_step=keep,
     )
     with torch.no_grad():
-        expected = [scorer.eval()(torch.tensor([tiny.tokenizer()(text)["input_ids"]])).logits.item() for text in texts]
+        ids = [torch.tensor([tiny.tokenizer()(f"{text}</s>")["input_ids"]]) for text in texts]
+        expected = [scorer.eval()(row).logits.item() for row in ids]
     assert rewards == pytest.approx(expected, abs=1e-5)
 
 

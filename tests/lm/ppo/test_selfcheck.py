@@ -30,6 +30,12 @@ def test_nothing_is_said_of_sound_models(build):
             trainer.step(queries, responses, scores)
 
 
+def test_a_context_that_one_token_fills_is_sampled():
+    trainer = ppo(policy(n_positions=32))
+    queries = [*rows(3, 1, 3), *rows(1, 31, 31)]
+    assert len(trainer.generate(queries, return_prompt=False, do_sample=True, max_new_tokens=1)[3]) == 1
+
+
 def test_a_sampler_with_other_positions_is_found(monkeypatch):
     trainer = ppo(policy())
     inputs = TokenReader.inputs

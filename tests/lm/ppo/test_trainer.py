@@ -299,8 +299,9 @@ def columns_of(trainer, seed=0):
     }
 
 
-def test_loss_is_the_mean_over_counted_tokens_and_takes_logits():
-    trainer = tiny.ppo(tiny.policy(dtype=DOUBLE), vf_coef=0.3)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_loss_is_the_mean_over_counted_tokens_and_takes_logits(temperature):
+    trainer = tiny.ppo(tiny.policy(dtype=DOUBLE), vf_coef=0.3, temperature=temperature)
     arguments = columns_of(trainer)
     names = ("old_logprobs", "values", "logits", "vpreds", "logprobs", "mask", "advantages", "returns")
     policy_loss, value_loss, stats = trainer.loss(*(arguments[name] for name in names))
@@ -311,7 +312,7 @@ def test_loss_is_the_mean_over_counted_tokens_and_takes_logits():
         policy.append(max(-ratio * at["advantages"], -min(max(ratio, 0.8), 1.2) * at["advantages"]))
         near = min(max(at["vpreds"], at["values"] - 0.2), at["values"] + 0.2)
         value.append(max((at["vpreds"] - at["returns"]) ** 2, (near - at["returns"]) ** 2) / 2)
-        p = arguments["logits"][i, j].softmax(-1)
+        p = (arguments["logits"][i, j] / temperature).softmax(-1)
         entropies.append(float(-(p * p.log()).sum()))
     assert float(policy_loss.detach()) == pytest.approx(np.mean(policy))
     assert float(value_loss.detach()) == pytest.approx(0.3 * np.mean(value))

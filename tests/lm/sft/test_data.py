@@ -111,6 +111,7 @@ def test_rows_whose_completion_is_cut_away_are_dropped():
         ({"texts": ["a"]}, {}, r"columns \['texts'\]"),
         ({"text": [""]}, {}, "Row 0: The text is empty"),
         ({"prompt": ["a", "b"], "completion": ["c", ""]}, {}, "Row 1: The completion is empty"),
+        ({"messages": [None, TALK]}, {}, "Row 0: The messages is None"),
         ({"input_ids": [[5, 6]], "labels": [[-100, -100]]}, {}, "Row 0: None of its tokens counts"),
         ({"text": ["a"]}, {"assistant_only_loss": True}, "messages"),
         ({"text": ["a"]}, {"completion_only_loss": True}, "prompt and completion"),

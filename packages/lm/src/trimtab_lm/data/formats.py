@@ -107,8 +107,14 @@ def row_format(
 
 
 def as_messages(row: Row) -> list[dict[str, Any]]:
-    """Returns the conversation in `messages`, or the one in ShareGPT's `conversations` with its keys renamed."""
+    """Returns the conversation in `messages`, or the one in ShareGPT's `conversations` with its keys renamed.
+
+    Raises:
+        ValueError: it is a text, or None.
+    """
     messages = row["messages"] if "messages" in row else row["conversations"]
+    if messages is None or isinstance(messages, str):
+        check_texts("messages", messages=messages)
     return [
         {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"]}
         if "from" in message
@@ -128,7 +134,7 @@ def preference_parts(row: Row) -> tuple[Text, Text, Text]:
     """
     chosen, rejected = row["chosen"], row["rejected"]
     prompt = row.get("prompt")
-    check_texts(chosen=chosen, rejected=rejected, **({} if prompt is None else {"prompt": prompt}))
+    check_texts(chosen=chosen, rejected=rejected, **({"prompt": prompt} if "prompt" in row else {}))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError(
             f"chosen is a {type(chosen).__name__} and rejected a {type(rejected).__name__}. Make both texts, or both "

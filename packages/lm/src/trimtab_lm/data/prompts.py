@@ -147,6 +147,16 @@ def open_dataset(name: str, split: str = "train") -> Dataset:
     return load_dataset(name, split=split)
 
 
+def refuse_stream(dataset: object, needed_for: str) -> None:
+    """Raises TypeError for a stream."""
+    if isinstance(dataset, IterableDataset | torch.utils.data.IterableDataset):
+        raise TypeError(
+            f"{needed_for} takes its prompts from a datasets.Dataset, not from a {type(dataset).__name__}: one call of "
+            "generation serves several steps and processes, whose prompts are chosen by number, shuffled, and found "
+            "again when training resumes. Read a stream's rows into one: Dataset.from_list(list(stream.take(n)))."
+        )
+
+
 def tokenize_prompts(
     dataset: object,
     tokenizer: PreTrainedTokenizerBase,
@@ -180,12 +190,7 @@ def tokenize_prompts(
     """
     if isinstance(dataset, Dataset) and into in dataset.column_names:
         return dataset
-    if isinstance(dataset, IterableDataset | torch.utils.data.IterableDataset):
-        raise TypeError(
-            f"{needed_for} takes its prompts from a datasets.Dataset, not from a {type(dataset).__name__}: one call of "
-            "generation serves several steps and processes, whose prompts are chosen by number, shuffled, and found "
-            "again when training resumes. Read a stream's rows into one: Dataset.from_list(list(stream.take(n)))."
-        )
+    refuse_stream(dataset, needed_for)
     data = as_data(dataset)
     if column == "prompt":
         row_format(columns_of(data), [RowFormat.PROMPT], needed_for=needed_for)
@@ -208,21 +213,23 @@ def tokenize_prompts(
 
 
 def as_queries(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, is_encoder_decoder: bool, num_proc: int | None = None
+    dataset: object, tokenizer: PreTrainedTokenizerBase, *, is_encoder_decoder: bool, num_proc: int | None = None
 ) -> Dataset:
     """The dataset with `input_ids` and `query` (text), from a `query` or `prompt` column of texts or conversations.
 
     A conversation goes through the tokenizer's chat template, with the mark of an answer to come. See
     `tokenize_prompts`.
     """
-    column = next((name for name in PROMPT_COLUMNS if name in dataset.column_names), None)
+    data = as_data(dataset)
+    columns = columns_of(data)
+    column = next((name for name in PROMPT_COLUMNS if name in columns), None)
     if column is None:
         raise ValueError(
-            f"The dataset has the columns {dataset.column_names}, and none of input_ids, query or prompt. "
+            f"The dataset has the columns {columns}, and none of input_ids, query or prompt. "
             "Rename the column with the prompts to 'query' (--columns query=... on the command line)."
         )
     options: dict[str, Any] = {"is_encoder_decoder": is_encoder_decoder, "needed_for": "PPO", "num_proc": num_proc}
-    rows = tokenize_prompts(dataset, tokenizer, column=column, into="input_ids", **options)
+    rows = tokenize_prompts(data, tokenizer, column=column, into="input_ids", **options)
 
     def add_text(row: Row) -> dict[str, object]:
         if isinstance(row[column], str):

@@ -95,7 +95,11 @@ def encode_prompt(
     """Returns `input_ids` of a prompt that the model is to continue.
 
     An EOS that the tokenizer adds is removed. A conversation ends in the header of the next answer.
+
+    Raises:
+        ValueError: the prompt is neither a text nor a conversation, or the tokenizer has no chat template for one.
     """
+    check_texts(prompt=prompt)
     if not isinstance(prompt, str):
         text = renderer(tokenizer, tools, chat_template_kwargs)(prompt, add_generation_prompt=True)
         return {"input_ids": list(tokenizer(text, add_special_tokens=False)["input_ids"])}

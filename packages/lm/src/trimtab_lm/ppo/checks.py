@@ -18,6 +18,7 @@ from trimtab_lm.compat.generation import cache_found, cache_names
 from trimtab_lm.sampling.rollout import SAMPLING_ALONE, RolloutBackend, takes_rows
 from trimtab_lm.tokens.ids import check_ids, check_mask, check_tensor, vocabulary_size
 from trimtab_lm.tokens.layout import pad
+from trimtab_lm.tokens.positions import Positions
 
 from .experience import Experience
 from .passes import Trainer, padded_inputs, score
@@ -187,7 +188,9 @@ def check_sampler(trainer: Trainer, queries: Sequence[Tensor], config: Generatio
     """`model.generate`, with left padding and a cache, and the trainer find the same tokens equally likely."""
     policy, padding, config = trainer.bare, trainer.padding, copy.deepcopy(config)
     model = policy.pretrained_model
-    config.do_sample, config.max_length, config.max_new_tokens = False, None, TOKENS
+    room = Positions.of(model).room(max(map(len, queries)), is_encoder_decoder=model.config.is_encoder_decoder)
+    new_tokens = TOKENS if room is None else min(TOKENS, room)
+    config.do_sample, config.max_length, config.max_new_tokens = False, None, new_tokens
     config.output_logits = config.return_dict_in_generate = True
     for name in SAMPLING_ALONE:
         setattr(config, name, None)

@@ -1,7 +1,8 @@
 """The arguments of a PPOTrainer, checked and completed."""
 
 import inspect
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,14 @@ from trimtab_common.sharding import keep_output_precision, tell_deepspeed_of_bat
 from trimtab_common.tracking import start_tracking
 from trimtab_lm import interface
 from trimtab_lm.data.media import check_features
-from trimtab_lm.data.prompts import PROMPT_COLUMNS, ShuffledBatches, as_queries, collate_columns, open_dataset
+from trimtab_lm.data.prompts import (
+    PROMPT_COLUMNS,
+    ShuffledBatches,
+    as_queries,
+    collate_columns,
+    open_dataset,
+    refuse_stream,
+)
 from trimtab_lm.interface import base_of
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
@@ -221,13 +229,21 @@ def open_data(
         dataset = open_dataset(config.query_dataset)
     if dataset is None:
         return None, None, None
+    refuse_stream(dataset, "PPO")
     check_features(dataset)
-    if isinstance(dataset, Dataset) and data_collator is None and "input_ids" not in dataset.column_names:
+    if data_collator is None and _has_texts(dataset):
         kind, workers = trainer.is_encoder_decoder, config.dataset_num_proc
         dataset = as_queries(dataset, trainer.tokenizer, is_encoder_decoder=kind, num_proc=workers)
     dataloader = trainer.prepare_dataloader(dataset, data_collator)
     batches = dataloader.batch_sampler
     return dataset, dataloader, batches if isinstance(batches, ShuffledBatches) else None
+
+
+def _has_texts(dataset: Any) -> bool:
+    """Whether rows need tokenizing: columns without token ids. Rows of a torch dataset may be tuples or tensors."""
+    if isinstance(dataset, Dataset):
+        return "input_ids" not in dataset.column_names
+    return len(dataset) > 0 and isinstance(dataset[0], Mapping) and "input_ids" not in dataset[0]
 
 
 def dataloader_of(trainer: Trainer, rows: Any, data_collator: Callable[[Sequence[Any]], Any] | None) -> DataLoader[Any]:
@@ -236,7 +252,13 @@ def dataloader_of(trainer: Trainer, rows: Any, data_collator: Callable[[Sequence
     if config.remove_unused_columns and isinstance(rows, Dataset):
         base = base_of(trainer.model.pretrained_model)  # a PeftModel's forward names no columns
         known = {*inspect.signature(base.forward).parameters, *PROMPT_COLUMNS, "label", "response"}
-        rows = rows.remove_columns([name for name in rows.column_names if name not in known])
+        if dropped := [name for name in rows.column_names if name not in known]:
+            warnings.warn(
+                f"The columns {', '.join(dropped)} of the dataset are dropped: reward functions and environments do "
+                "not get them. PPOConfig(remove_unused_columns=False) keeps them.",
+                stacklevel=5,
+            )
+        rows = rows.remove_columns(dropped)
     ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
     return DataLoader(
         rows,

@@ -60,7 +60,9 @@ class PPOTrainer(NamesOf2024):
         model: a model with a value head; None: `config.model_name` is loaded.
         ref_model: the reference; None: the model as it is now, with adapters off, or as a frozen copy.
         tokenizer: with a pad token.
-        dataset: prompts as token ids (`input_ids`), texts or conversations (`query`, `prompt`); None: the config's.
+        dataset: prompts as token ids (`input_ids`), texts or conversations (`query`, `prompt`): a dataset, a torch
+            dataset or a list of rows; None: the config's. Rewards and environments get other columns only with
+            PPOConfig(remove_unused_columns=False).
         optimizer: over the model's parameters; None: Adam.
         data_collator: from rows to a batch.
         num_shared_layers: layers that the copied reference shares with the model, frozen in both.
@@ -78,7 +80,7 @@ class PPOTrainer(NamesOf2024):
         model: PreTrainedModelWrapper | None = None,
         ref_model: nn.Module | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        dataset: Dataset | torch.utils.data.Dataset[Any] | None = None,
+        dataset: Dataset | torch.utils.data.Dataset[Any] | list[dict[str, Any]] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         data_collator: Callable[[Sequence[Any]], Any] | None = None,
         num_shared_layers: int | None = None,
@@ -356,7 +358,7 @@ class PPOTrainer(NamesOf2024):
             "val/clipfrac": Mean.of(((vpreds - values).abs() > config.cliprange_value).to(vpreds.dtype), mask),
         }
         if logits is not None:
-            stats["policy/entropy"] = Mean.of(token_entropy(logits, mask), mask)
+            stats["policy/entropy"] = Mean.of(token_entropy(logits, mask, temperature=self.temperature), mask)
         return masked_mean(policy_losses, mask), config.vf_coef * masked_mean(value_losses, mask), stats
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> Stats:

@@ -252,7 +252,7 @@ class SamplingSettings:
             raise ValueError("generation_kwargs sets do_sample: completions are always sampled; top_k=1 is greedy.")
         if owned := sorted(OWNED.intersection(self.generation_kwargs)):
             raise ValueError(
-                f"generation_kwargs sets {owned}, which the trainer sets: use its own arguments instead "
+                f"generation_kwargs sets {owned}, which the trainer sets: leave it out, or use its own arguments "
                 "(max_completion_length, num_generations, temperature, top_p, top_k, min_p, repetition_penalty)."
             )
 
@@ -264,6 +264,7 @@ class SamplingSettings:
             generation_kwargs: `max_new_tokens`, `temperature` and so on, under their names in GenerationConfig.
         """
         kwargs = {name: value for name, value in generation_kwargs.items() if (name, value) != ("do_sample", True)}
+        kwargs.pop("pad_token_id", None)  # masks mark padding by its place
         if "max_new_tokens" in kwargs:
             kwargs["max_completion_length"] = kwargs.pop("max_new_tokens")
         names = [name for name in cls.__dataclass_fields__ if name in kwargs and name != "generation_kwargs"]
@@ -289,7 +290,7 @@ class SamplingSettings:
 
 OWNED = {
     *("max_length", "max_new_tokens", "max_tokens", "max_time", "n", "num_beams", "num_return_sequences", "seed"),
-    *("logprobs", *WARPERS),
+    *("logprobs", "pad_token_id", *WARPERS),
 }
 """What `generation_kwargs` may not set: it has an argument of its own, or the trainer decides it."""
 

@@ -97,6 +97,11 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
             )
         if packing and config.packing_strategy == "constant_length":
             return rows_of_constant_length(dataset, self.tokenizer, config, formatting_func=self.formatting_func)
+        if packing and self.has_own_collator:
+            raise ValueError(
+                "packing=True puts several documents into a row, and a data_collator came, which does not keep them "
+                "apart. Leave the data_collator out, or set packing_strategy='constant_length'."
+            )
         rows = tokenize_rows(
             dataset,
             self.tokenizer,
