@@ -67,7 +67,7 @@ def test_rows_of_texts_without_a_table_are_tokenized(kind):
 
 def test_a_stream_of_prompts_is_refused():
     stream = datasets.Dataset.from_dict({"query": ["a"] * 4}).to_iterable_dataset()
-    with pytest.raises(TypeError, match="PPO takes its prompts from a datasets.Dataset, not from a IterableDataset"):
+    with pytest.raises(TypeError, match=r"PPO takes its prompts from a datasets\.Dataset, not from a IterableDataset"):
         tiny.ppo(arguments={"dataset": stream})
 
 

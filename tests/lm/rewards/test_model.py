@@ -41,7 +41,7 @@ def test_it_reads_a_text_as_reward_trainer_does(kind, pad, is_chat, tmp_path):
     chosen, rejected = RESPONSES[::2], [" bad", " no"]
     rows = {"prompt": QUERIES[::2], "chosen": chosen, "rejected": rejected}
     if is_chat:
-        rows = {"prompt": turns("user", rows["prompt"]), **{k: turns("assistant", rows[k]) for k in ("chosen", "rejected")}}
+        rows = {name: turns("user" if name == "prompt" else "assistant", texts) for name, texts in rows.items()}
     model = tiny.scorer() if kind == "gpt2" else scorer_of_kind(kind, pad_token_id=tokenizer.pad_token_id)
     reward_trainer = trainer(model, tmp_path, {"processing_class": tokenizer})
     expected = reward_trainer.predict(Dataset.from_dict(rows)).predictions

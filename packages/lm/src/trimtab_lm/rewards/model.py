@@ -105,7 +105,7 @@ class RewardModel:
         device = next(self.model.parameters()).device
         input_ids, mask = pad(rows, self.tokenizer.pad_token_id or 0)
         input_ids, mask = input_ids.to(device), mask.to(device)
-        base = base_of(self.model)
+        base: Any = base_of(self.model)
         if getattr(base, "score", None) is None or learns_prompt(self.model):  # BERT and its kin read the first token
             return self.model(input_ids=input_ids, attention_mask=mask).logits[:, self.label].float()
         # transformers looks for the last token that is not padding by its id, and so before an EOS that doubles as
