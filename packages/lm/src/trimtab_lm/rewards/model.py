@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file
 
+from trimtab_common.compat.noise import expecting_new_head
 from trimtab_lm.data.formats import Text
 from trimtab_lm.data.tokenization import encode_scored
 from trimtab_lm.data.truncation import truncate_row
@@ -120,4 +121,6 @@ def _loaded(name: str) -> Any:
     if find_adapter_config_file(name) is None:
         return AutoModelForSequenceClassification.from_pretrained(name)
     kind: Any = AutoModelForSequenceClassification
-    return load_model(kind, name, (), {"num_labels": 1}, is_trainable=False, hub={}).merge_and_unload()
+    with expecting_new_head():
+        adapted: Any = load_model(kind, name, (), {"num_labels": 1}, is_trainable=False, hub={})
+    return adapted.merge_and_unload()
