@@ -224,6 +224,12 @@ def load_checkpoint(path: str | Path, *, accelerator: Accelerator, accepts_chang
     """
     path = Path(path)
     manifest = read_manifest(path)
+    if missing := {"processes", "tied"} - manifest.keys():
+        raise CheckpointError(
+            f"{path / MANIFEST} does not say {' and '.join(sorted(missing))}: the folder was sealed by "
+            "`python -m trimtab_common.sealing` after its own manifest was lost, and this trainer cannot resume it. "
+            f"Start a new run from its weights ({WEIGHTS}), or resume an earlier checkpoint."
+        )
     is_same_world = manifest["processes"] == accelerator.num_processes
     mine = _rank_file(accelerator.process_index if is_same_world else 0)
     shards = sorted(name for name in manifest["files"] if name.startswith(f"{SHARDS}/"))

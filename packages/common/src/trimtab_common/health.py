@@ -146,7 +146,7 @@ class HealthMonitor:
         self.conditions, self.kl_target = tuple(conditions), kl_target
         self.patience, self.repeat_after = patience, repeat_after
         self._longest = max(patience, 1) * max(
-            sign.slow or 1 for condition in conditions for sign in (*condition.signs, *condition.or_signs)
+            (sign.slow or 1 for condition in conditions for sign in (*condition.signs, *condition.or_signs)), default=1
         )
         self._state = MonitorState(checks=0, first={}, recent={}, last_alert={})
 

@@ -27,7 +27,7 @@ from trimtab_common.interruption import Interruption
 from trimtab_common.locks import free, hold
 from trimtab_common.run_record import RunRecord
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
-from trimtab_common.stats import everywhere
+from trimtab_common.stats import everywhere, gather_over_ranks
 from trimtab_common.tracking import Tracker
 
 TRACKER_ID = "run_id"
@@ -123,7 +123,7 @@ class Run:
         parts, numbers = self._parts_and_numbers()
         # Before the process ends the tracker starts, so that the run goes on under its id.
         tracker_id = self.tracker.run_id if self.interruption.number else self.tracker_id
-        self._hold(root, is_saving=True)
+        self._hold(root, makes_folder=True)
         self._leave_branch(root)
         return save_checkpoint(
             root,
@@ -164,6 +164,7 @@ class Run:
             setattr(self._kept[name], name, checkpoint.state[name])
         for name, state in rank_state.items():
             self._kept_per_rank[name].load_state_dict(state)
+        self._close_tracker(0)  # its steps go forward alone
         self.tracker_id = checkpoint.state[TRACKER_ID]
         self.record, self._resumed = record, checkpoint.step
         checkpoint.restore_rng()
@@ -180,24 +181,28 @@ class Run:
             The checkpoint's folder; None if `where` is "latest" and there is no checkpoint, so that a new run starts.
 
         Raises:
-            CheckpointError: there is no checkpoint, or `load` refuses it.
+            CheckpointError: there is no checkpoint, `load` refuses it, or `root` holds checkpoints of another run.
         """
-        if where == "latest":
-            newest = latest_checkpoint(root)
-        elif (Path(where) / MANIFEST).is_file() or Path(where).match("checkpoint-*"):
-            newest = Path(where)  # without a manifest `load` says what it lacks
-        else:
-            newest = latest_checkpoint(where)
+        self._hold(root)  # first: a run that was killed may still publish a checkpoint
+        newest = gather_over_ranks(self._newest(where, root) if self.accelerator.is_main_process else None)[0]
         if newest is not None:
-            self._hold(root)
             self.load(newest)
-        elif where != "latest":
+            everywhere(lambda: self.record.check_folder(root) if self.accelerator.is_main_process else None)
+            return newest
+        free(self)
+        if where != "latest":
             state = "is not a checkpoint, and holds none" if Path(where).is_dir() else "does not exist"
             raise CheckpointError(
                 f"resume_from={str(where)!r}: {state}. Give a folder checkpoint-<step>, the folder that holds such "
                 "folders, or 'latest'."
             )
-        return newest
+        return None
+
+    def _newest(self, where: str | Path, root: str | Path) -> Path | None:
+        if where == "latest":
+            return latest_checkpoint(root)
+        is_checkpoint = (Path(where) / MANIFEST).is_file() or Path(where).match("checkpoint-*")
+        return Path(where) if is_checkpoint else latest_checkpoint(where)  # `load` says what a checkpoint lacks
 
     def begin_step(self, root: str | Path | None) -> None:
         """Call it before each step, before sampling. Collective.
@@ -270,18 +275,18 @@ class Run:
             root: the folder of checkpoints; None if there is none.
         """
         if root is not None:
-            self._hold(root)
+            self._hold(root, makes_folder=True)
         try:
             with self.interruption.during_train():
                 yield
         finally:
             free(self)
 
-    def _hold(self, root: str | Path, *, is_saving: bool = False) -> None:
+    def _hold(self, root: str | Path, *, makes_folder: bool = False) -> None:
         """Locks a folder, if it exists, against other runs until this one ends; see `locks`. Collective."""
 
         def hold_here() -> None:
-            if is_saving:
+            if makes_folder:
                 with suppress(OSError):  # save_checkpoint explains it
                     Path(root).resolve().mkdir(parents=True, exist_ok=True)
             if Path(root).is_dir():

@@ -11,10 +11,12 @@ import secrets
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor, nn
 
 from trimtab_common.config import to_flat_dict
@@ -163,7 +165,11 @@ def _hash(value: object) -> str:
 
 
 def _as_json(value: object) -> object:
-    return value.tolist() if isinstance(value, Tensor) else type(value).__name__
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    return value.isoformat() if isinstance(value, date | time) else type(value).__name__
 
 
 def _differences(saved: RunRecord, current: RunRecord) -> list[tuple[str, object, object]]:

@@ -143,6 +143,8 @@ def seal(folder: Path, facts: Mapping[str, object], *, required: Collection[str]
     Raises:
         CheckpointError: a required file is missing.
     """
+    partial = folder / f".{MANIFEST}.tmp"
+    partial.unlink(missing_ok=True)  # of a process that was killed
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != MANIFEST)
     if missing := set(required) - {file.name for file in files}:
         raise CheckpointError(
@@ -154,7 +156,6 @@ def seal(folder: Path, facts: Mapping[str, object], *, required: Collection[str]
         file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files
     }
     manifest["sha256"] = _sha256_of(manifest)
-    partial = folder / f".{MANIFEST}.tmp"
     partial.write_text(json.dumps(manifest, indent=1))
     folders = [folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]
     for entry in [*files, partial, *folders]:
@@ -351,8 +352,17 @@ def main(paths: Sequence[str]) -> None:
     for path in map(Path, paths):
         if not (match := _COMPLETE.fullmatch(path.name)):
             raise CheckpointError(f"{path}: a checkpoint's folder is named checkpoint-<step>. Rename it first.")
-        seal(path, {"step": int(match[1])})
+        seal(path, _facts(path) | {"step": int(match[1])})
         print(f"sealed {path}")
+
+
+def _facts(path: Path) -> dict[str, object]:
+    """What the manifest of a folder that is sealed anew says beside its files; nothing without a manifest."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {name: value for name, value in manifest.items() if name not in ("format", "files", "sha256")}
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ A collective is called by every process.
 """
 
 import math
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsFloat, TypeAlias, TypeVar
+from typing import Any, SupportsFloat, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -59,8 +60,20 @@ def everywhere(call: Callable[[], None]) -> None:
         call()
     except Exception as error:  # whatever it is: the other processes would wait for this one
         failure = error
-    for first in filter(None, gather_over_ranks(failure)):
-        raise first
+    failures = gather_over_ranks(None if failure is None else _pickled(failure))
+    if (rank := next((i for i, other in enumerate(failures) if other is not None), None)) is not None:
+        own = dist.get_rank() if len(failures) > 1 else 0
+        raise failure if failure is not None and rank == own else pickle.loads(cast(bytes, failures[rank]))
+
+
+def _pickled(failure: Exception) -> bytes:
+    """An error as bytes; one that does not survive pickling as a RuntimeError that names it."""
+    try:
+        data = pickle.dumps(failure)
+        pickle.loads(data)
+    except Exception:  # a constructor with other arguments, or a lock inside
+        return pickle.dumps(RuntimeError(f"{type(failure).__name__}: {failure}"))
+    return data
 
 
 @dataclass(frozen=True)
@@ -318,7 +331,7 @@ class Recorder:
             training: whether they belong to training, or to evaluation.
         """
         parts = self._parts[training]
-        parts.append(dict(stats))
+        parts.append({name: Mean(x, 1.0) if isinstance(x, int | float) else x for name, x in stats.items()})
         if len(parts) == 64:
             parts[:] = [merge_stats(parts)]
 
@@ -342,7 +355,7 @@ class RunningMoments:
     @property
     def std(self) -> float:
         """The sample's standard deviation; 1 until there are two different numbers, so that it can always divide."""
-        return (self._seen.squares / (self._seen.count - 1)) ** 0.5 if self._seen.squares else 1.0
+        return (self._seen.squares / (self._seen.count - 1)) ** 0.5 if self._seen.varies else 1.0
 
     def update(self, x: Tensor) -> None:
         """Adds the numbers of `x`, of any shape, of every process. Collective.

@@ -50,12 +50,13 @@ class PerPromptStatTracker:
         for prompt, reward in zip(prompts, rewards.tolist(), strict=True):
             self.seen.setdefault(prompt, deque(maxlen=self.buffer_size)).append(reward)
         means, deviations = torch.full_like(rewards, float(rewards.mean())), torch.full_like(rewards, everything)
+        largest = torch.full_like(rewards, float(rewards.abs().max()))
         for i, prompt in enumerate(prompts):
             latest = torch.tensor(self.seen[prompt], dtype=torch.float64)
             if len(latest) >= self.min_count:
-                means[i] = latest.mean()
+                means[i], largest[i] = latest.mean(), latest.abs().max()
                 deviations[i] = latest.std(correction=0).clamp(min=LEAST_DEVIATION * everything)
-        rounding = 1e-6 * rewards.abs().max()  # the standard deviation that rounding leaves of equal rewards
+        rounding = 1e-6 * largest  # the standard deviation that rounding leaves of equal rewards
         return torch.where(deviations > rounding, (rewards - means) / deviations.clamp(min=1e-30), 0.0)
 
     def state_dict(self) -> dict[str, list[float]]:

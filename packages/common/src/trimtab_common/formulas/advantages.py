@@ -45,7 +45,8 @@ def group_whitened(scores: Tensor, groups: Tensor, *, correction: int = 1) -> Te
     sizes = index.bincount()
     squares = torch.zeros(len(sizes), dtype=centred.dtype, device=centred.device).index_add_(0, index, centred**2)
     std = (squares / (sizes - correction).clamp(min=1)).sqrt()
-    return _over_deviation(centred, std[index], scores)
+    largest = torch.zeros_like(squares).scatter_reduce_(0, index, scores.abs().to(squares.dtype), "amax")
+    return _over_deviation(centred, std[index], largest[index])
 
 
 def batch_scaled(scores: Tensor, groups: Tensor, *, correction: int = 1) -> Tensor:
@@ -63,7 +64,7 @@ def batch_scaled(scores: Tensor, groups: Tensor, *, correction: int = 1) -> Tens
     """
     squares = group_centred(scores, torch.zeros_like(groups)).square().sum()
     std = squares.div(max(len(scores) - correction, 1)).sqrt()
-    return _over_deviation(group_centred(scores, groups), std, scores)
+    return _over_deviation(group_centred(scores, groups), std, scores.abs().max())
 
 
 def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
@@ -96,6 +97,6 @@ def batch_whitened(scores: Tensor, groups: Tensor, *, correction: int = 1) -> Te
     return group_whitened(scores, torch.zeros_like(groups), correction=correction)
 
 
-def _over_deviation(centred: Tensor, std: Tensor, scores: Tensor) -> Tensor:
-    rounding = 1e-6 * scores.abs().max()  # what is left of equal scores after subtracting their mean
+def _over_deviation(centred: Tensor, std: Tensor, largest: Tensor) -> Tensor:
+    rounding = 1e-6 * largest  # of the scores: what is left of equal ones after subtracting their mean
     return torch.where(std <= rounding, 0.0, centred / std.clamp(min=1e-30))

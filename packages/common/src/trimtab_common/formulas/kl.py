@@ -115,7 +115,12 @@ class AdaptiveKLController(FixedKLController):
         self, init_kl_coef: float, target: float, horizon: float, max_kl_coef: float = math.inf, *, gain: float = 0.0
     ) -> None:
         super().__init__(init_kl_coef)
-        require_finite(type(self).__name__, target=target, horizon=horizon)
+        require_finite(type(self).__name__, target=target, horizon=horizon, gain=gain)
+        if not (target > 0 and horizon > 0 and max_kl_coef > 0 and gain >= 0):
+            raise ValueError(
+                f"AdaptiveKLController got target={target}, horizon={horizon}, max_kl_coef={max_kl_coef} and "
+                f"gain={gain}. The first three must be above 0, and the gain 0 or more."
+            )
         self.target, self.horizon, self.max_kl_coef, self.gain = target, horizon, max_kl_coef, gain
         self.integral = init_kl_coef
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from trimtab_common.stats import sum_over_ranks
 
 VARIANCE_FLOOR = 1e-8
+ROUNDING = 1e-6  # of the mean: what rounding leaves of the deviation of a constant
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -33,7 +34,14 @@ def global_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 def global_var(x: Tensor, mask: Tensor) -> Tensor:
     """`masked_var` over the positions of every process. Collective."""
-    return global_mean((x - global_mean(x, mask)) ** 2, mask)
+    return _moments(x, mask)[1]
+
+
+def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance over the positions of every process, and whether they vary by more than rounding errors."""
+    mean = global_mean(x, mask)
+    variance = global_mean((x - mean) ** 2, mask)
+    return mean, variance, variance > (ROUNDING * mean) ** 2
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
@@ -44,8 +52,8 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     Returns:
         Shape and dtype of `x`; 0 for a constant `x`.
     """
-    scale = torch.rsqrt(global_var(x, mask) + VARIANCE_FLOOR)
-    return torch.where(mask.bool(), (x - global_mean(x, mask)) * scale, 0.0)
+    mean, variance, varies = _moments(x, mask)
+    return torch.where(mask.bool() & varies, (x - mean) * torch.rsqrt(variance + VARIANCE_FLOOR), 0.0)
 
 
 def rescale(x: Tensor, mask: Tensor) -> Tensor:
@@ -60,5 +68,5 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
         A scalar: 1 where the values predict the returns, 0 where they are no better than the mean, less where they are
         worse; 0 for constant returns.
     """
-    total = global_var(returns, mask)
-    return torch.where(total > 0, 1 - global_var(returns - values, mask) / total.clamp(min=1e-30), 0.0)
+    _, total, varies = _moments(returns, mask)
+    return torch.where(varies, 1 - global_var(returns - values, mask) / total.clamp(min=1e-30), 0.0)
