@@ -15,7 +15,7 @@ from tests.diffusion import tiny as tiny_diffusion
 from tests.lm import tiny
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from trimtab_cli import places, subcommands
+from trimtab_cli import ddpo, places, subcommands
 from trimtab_cli.main import main
 from trimtab_cli.subcommands import TUNED, settings
 from trimtab_diffusion import DDPOTrainer
@@ -189,6 +189,55 @@ def test_align_prop_follows_the_gradient_of_a_reward(place, capsys):
     assert first.startswith("epoch 1 of 1 | reward_mean ")
     assert last == 'The model is in runs/align-prop. Load it: pipeline.load_lora_weights("runs/align-prop")'
     assert Path("runs/align-prop/pytorch_lora_weights.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("rows.jsonl", '{"prompt": "a cat"}\n{"prompt": null}\n', "Row 1 of rows.jsonl has the prompt None."),
+        ("rows.jsonl", '{"prompt": "a cat"}\n{"prompt": " "}\n', "Row 1 of rows.jsonl has the prompt ' '."),
+        ("rows.jsonl", '{"prompt": 3}\n', "Row 0 of rows.jsonl has the prompt 3."),
+        ("rows.jsonl", "", "rows.jsonl is an empty file."),
+        ("rows.txt", "\n \n", "rows.txt has no prompts in the split train."),
+    ],
+)
+@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
+def test_prompts_that_cannot_be_used_end_in_one_line_before_the_pipeline_is_loaded(
+    flag, file, text, message, place, capsys, monkeypatch
+):
+    monkeypatch.setattr(ddpo.RewardArguments, "pipeline", lambda self: pytest.fail("The pipeline is loaded."))
+    Path("good.txt").write_text("a red cat\n")
+    Path(file).write_text(text)
+    words = ("--dataset=good.txt", f"--{flag}={file}", "--reward=rewards.py:warmth", "--mixed_precision=no")
+    words += ("--sample_batch_size=1", "--sample_num_batches_per_epoch=1", "--train_batch_size=1")
+    assert message in error_of(["ddpo", "--model=model", *words], capsys)
+
+
+def test_blank_lines_of_a_text_file_are_no_prompts(place):
+    Path("rows.txt").write_text("a red cat\n\n  \na blue dog\n\n")
+    assert ddpo.prompts_of("rows.txt", "train").prompts == ("a red cat", "a blue dog")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.unlink(), "No such file or directory"),
+        (lambda file: file.write_text("hello"), "cannot identify image file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:600]), "truncated"),
+    ],
+)
+def test_a_picture_that_cannot_be_read_ends_in_one_line_before_the_pipeline_is_loaded(
+    damage, message, place, capsys, monkeypatch
+):
+    monkeypatch.setattr(ddpo.PairArguments, "pipeline", lambda self: pytest.fail("The pipeline is loaded."))
+    names = {"chosen_file_name": "0.png", "rejected_file_name": "1.png"}
+    write_rows("pictures/metadata.jsonl", [{"prompt": "a cat", **names}, {"prompt": "a dog", **names}])
+    for number in range(2):
+        Image.effect_noise((64, 64), 50).save(f"pictures/{number}.png")
+    damage(Path("pictures/1.png"))
+    error = error_of(["diffusion-dpo", "--model=model", "--dataset=pictures", "--mixed_precision=no"], capsys)
+    assert "A picture of row 0 cannot be read: " in error
+    assert message in error
 
 
 def test_diffusion_dpo_learns_from_a_folder_of_pictures_with_captions(place, capsys):

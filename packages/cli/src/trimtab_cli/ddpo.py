@@ -1,7 +1,7 @@
 """`trimtab ddpo`, `nft`, `align-prop`, `diffusion-dpo`: a diffusion pipeline from rewards, or pairs of pictures."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from trimtab_diffusion import (
     DiffusionNFTConfig,
     DiffusionNFTTrainer,
 )
+from trimtab_diffusion.diffusion_dpo.data import check_pairs
 from trimtab_diffusion.prompts import Prompts
 from trimtab_diffusion.training.sampling import RewardFunction
 from trimtab_lm.data.prompts import open_dataset
@@ -85,7 +86,8 @@ class PairArguments(PipelineArguments):
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the trainer takes after its config, by position and by name."""
-        return (self.pipeline(), pairs_of(self.dataset, self.split)), {}
+        pairs = pairs_of(self.dataset, self.split)
+        return (self.pipeline(), pairs), {}
 
 
 @dataclass(kw_only=True)
@@ -97,7 +99,12 @@ class RewardArguments(PipelineArguments):
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the trainer takes after its config, by position and by name."""
-        return (self.function(), prompts_of(self.dataset, self.split), self.pipeline()), {}
+        function, prompts, options = self.function(), prompts_of(self.dataset, self.split), self.options()
+        return (function, prompts, self.pipeline()), options
+
+    def options(self) -> dict[str, Any]:
+        """What the trainer takes by name."""
+        return {}
 
     def function(self) -> RewardFunction:
         """The reward function; a class is called without arguments to make one.
@@ -122,20 +129,19 @@ class DDPOArguments(RewardArguments):
         if self.eval_dataset is not None:
             refuse_missing_path(self.eval_dataset)
 
-    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the trainer takes after its config, by position and by name."""
-        arguments, _ = super().inputs()
+    def options(self) -> dict[str, Any]:
+        """What the trainer takes by name."""
         if self.eval_dataset is None:
-            return arguments, {}
+            return {}
         rows = prompts_of(self.eval_dataset, self.eval_split)
-        return arguments, {"eval_prompts": [*zip(rows.prompts, rows.metadata, strict=True)]}
+        return {"eval_prompts": [*zip(rows.prompts, rows.metadata, strict=True)]}
 
 
 def prompts_of(dataset: str, split: str) -> Prompts:
-    """The rows of a dataset as a prompt function.
+    """The rows of a dataset as a prompt function, without the blank lines of text files.
 
     Raises:
-        ValueError: the dataset has no column of prompts.
+        ValueError: the dataset has no column of prompts or no rows, or a prompt is no text or blank.
     """
     rows = open_dataset(dataset, split)
     column = next((name for name in COLUMNS if name in rows.column_names), None)
@@ -144,8 +150,18 @@ def prompts_of(dataset: str, split: str) -> Prompts:
             f"The dataset has the columns {rows.column_names}, and none of prompt and text. Rename the column with the "
             "prompts to 'prompt'."
         )
+    if rows.builder_name == "text":
+        rows = rows.select([number for number, line in enumerate(rows[column]) if line.strip()])
+    prompts = tuple(rows[column])
+    if not prompts:
+        raise ValueError(f"{dataset} has no prompts in the split {split}. Give it at least one row with a prompt.")
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ValueError(
+                f"Row {number} of {dataset} has the {column} {prompt!r}. Write a text there, or leave the row out."
+            )
     metadata = rows.remove_columns(column) if len(rows.column_names) > 1 else [{}] * len(rows)
-    return Prompts(tuple(rows[column]), tuple(metadata))
+    return Prompts(prompts, tuple(metadata))
 
 
 def ddpo(argv: Sequence[str]) -> int:
@@ -169,10 +185,11 @@ def diffusion_dpo(argv: Sequence[str]) -> int:
 
 
 def pairs_of(dataset: str, split: str) -> Dataset:
-    """The rows of pairs of pictures.
+    """The rows of pairs of pictures, all of which can be read.
 
     Raises:
-        ValueError: a folder's metadata.jsonl does not name the pictures.
+        ValueError: a folder's metadata.jsonl does not name the pictures, a file of a picture is missing or broken, or
+            `check_pairs` refuses a row.
     """
     metadata = Path(dataset, "metadata.jsonl")
     if metadata.is_file():
@@ -183,7 +200,27 @@ def pairs_of(dataset: str, split: str) -> Dataset:
                 f"{metadata} has {columns}, and not {sorted(missing)}. Each line needs a caption and the names of two "
                 'files beside it: {"prompt": "a cat", "chosen_file_name": "1.png", "rejected_file_name": "2.png"}.'
             )
-    return open_dataset(dataset, split)
+    rows = open_dataset(dataset, split)
+    check_pairs(_Readable(rows))  # as the trainer does, but before the pipeline is loaded
+    return rows
+
+
+@dataclass(frozen=True)
+class _Readable:
+    """Rows whose errors name the row."""
+
+    rows: Dataset
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Mapping[str, Any]:
+        try:
+            return self.rows[number]
+        except (OSError, ValueError, SyntaxError) as error:  # a broken PNG is a SyntaxError
+            raise ValueError(
+                f"A picture of row {number} cannot be read: {error}. Replace the file, or leave the row out."
+            ) from error
 
 
 def _train(name: str, argv: Sequence[str], arguments: Any, config_kind: Any, kind: Any, *, about: str) -> int:

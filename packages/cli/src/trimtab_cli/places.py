@@ -9,12 +9,17 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 
 def refuse_missing_path(name: str) -> None:
-    """Raise ValueError for a name that looks like a path but does not exist: libraries would look for it on the hub."""
+    """Raise ValueError for a name that looks like a path but does not exist, or for an empty file of data.
+
+    Libraries would look for a missing path on the hub.
+    """
     path = Path(name)
     is_in_a_folder = len(path.parts) == 2 and path.parent.is_dir()
     is_path = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or is_in_a_folder
     if (is_path or path.suffix in DATA_SUFFIXES) and not path.exists():
         raise ValueError(f"There is no file or folder {name}.")
+    if path.suffix in DATA_SUFFIXES and path.is_file() and not path.stat().st_size:
+        raise ValueError(f"{name} is an empty file. Write at least one row into it.")
 
 
 def require_hub(model: str, *, uploads: bool) -> None:
