@@ -25,7 +25,7 @@ from trimtab_diffusion import AlignPropConfig, AlignPropTrainer
 
 SETTINGS = {"num_epochs": 40, "mixed_precision": "no", "sample_num_steps": 10, "sample_guidance_scale": 1.0}
 SETTINGS |= {"train_batch_size": 32, "train_learning_rate": 1e-4, "train_warmup_steps": 5}
-SETTINGS |= {"truncated_rand_backprop_minmax": (5, 9), "logdir": "runs/examples/alignprop"}
+SETTINGS |= {"truncated_rand_backprop_minmax": (5, 9), "save_freq": 100, "logdir": "runs/examples/alignprop"}
 SMOKE = {"num_epochs": 2, "sample_num_steps": 6, "train_batch_size": 4}
 SHAPES = Path(__file__).parents[1] / "experiments" / "black_2023_ddpo" / "shapes"
 SAND = (0.9, 0.7, 0.4)
@@ -56,10 +56,11 @@ def main(run: RunConfig, config: AlignPropConfig) -> None:
     disable_progress_bar()
     pipeline = StableDiffusionPipeline.from_pretrained(run.model)
     trainer = AlignPropTrainer(config, sandiness, caption, pipeline)
-    updates = 0
-    for epoch in range(config.num_epochs):
-        updates = trainer.step(epoch, updates)
+    for epoch in range(trainer.first_epoch, config.num_epochs):
+        updates = trainer.step(epoch, trainer.global_step)
         print(f"update {updates}: reward {trainer.last_stats['reward_mean']:.4f}", flush=True)
+        if (epoch + 1) % config.save_freq == 0:
+            trainer.save_checkpoint()
 
     Path(config.logdir).mkdir(parents=True, exist_ok=True)
     pipeline.set_progress_bar_config(disable=True)

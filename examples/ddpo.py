@@ -26,7 +26,7 @@ from trimtab_diffusion.rewards import jpeg_incompressibility
 SETTINGS = {"num_epochs": 20, "mixed_precision": "no", "sample_num_steps": 10, "sample_guidance_scale": 1.0}
 SETTINGS |= {"sample_batch_size": 64, "sample_num_batches_per_epoch": 2, "train_batch_size": 32}
 SETTINGS |= {"train_clip_range": 1e-3, "train_warmup_steps": 5, "per_prompt_stat_tracking": True}
-SETTINGS |= {"logdir": "runs/examples/ddpo"}
+SETTINGS |= {"save_freq": 100, "logdir": "runs/examples/ddpo"}
 SMOKE = {"num_epochs": 2, "sample_num_steps": 3, "sample_batch_size": 8, "train_batch_size": 4}
 SHAPES = Path(__file__).parents[1] / "experiments" / "black_2023_ddpo" / "shapes"
 CAPTIONS = [f"a {colour} {shape}" for colour in ("red", "green", "blue") for shape in ("circle", "square", "cross")]
@@ -51,10 +51,11 @@ def main(run: RunConfig, config: DDPOConfig) -> None:
     disable_progress_bar()
     pipeline = StableDiffusionPipeline.from_pretrained(run.model)
     trainer = DDPOTrainer(config, jpeg_incompressibility, caption, pipeline)
-    updates = 0
-    for epoch in range(config.num_epochs):
-        updates = trainer.step(epoch, updates)
+    for epoch in range(trainer.first_epoch, config.num_epochs):
+        updates = trainer.step(epoch, trainer.global_step)
         print(f"epoch {epoch + 1}: {updates} updates, reward {trainer.last_stats['reward_mean']:.4f} kB", flush=True)
+        if (epoch + 1) % config.save_freq == 0:
+            trainer.save_checkpoint()
 
     Path(config.logdir).mkdir(parents=True, exist_ok=True)
     pipeline.set_progress_bar_config(disable=True)

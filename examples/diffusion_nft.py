@@ -64,13 +64,14 @@ def main(run: RunConfig, config: DiffusionNFTConfig) -> None:
     disable_progress_bar()
     pipeline = StableDiffusionPipeline.from_pretrained(run.model)
     pipeline.set_progress_bar_config(disable=True)
-    count = 16 if run.smoke else 256
-    before = measured(pipeline, count)
+    before = measured(pipeline, count := 16 if run.smoke else 256)
     reward = (lambda images, *_: torch.randn(len(images))) if run.random_rewards else alignment
     trainer = DiffusionNFTTrainer(config, reward, lambda: (random.choice(CAPTIONS), {}), pipeline)
-    for epoch in range(config.num_epochs):
+    for epoch in range(trainer.first_epoch, config.num_epochs):
         trainer.step(epoch, trainer.global_step)
         print(f"epoch {epoch + 1}: reward {trainer.last_stats['reward_mean']:.4f}", flush=True)
+        if (epoch + 1) % config.save_freq == 0:
+            trainer.save_checkpoint()
     print(f"reward {before:.4f} before, {measured(pipeline, count):.4f} after")
 
 

@@ -61,7 +61,7 @@ def main(run: RunConfig, config: DPOConfig) -> None:
         eval_dataset=data["test"],
         processing_class=AutoTokenizer.from_pretrained(run.model),
     )
-    trainer.train()
+    trainer.train(config.resume_from_checkpoint)
     found = trainer.evaluate()
     print(f"held-out pairs: accuracy {found['eval_rewards/accuracies']:.3f}, loss {found['eval_loss']:.3f} nats")
 

@@ -29,7 +29,7 @@ SETTINGS |= {"sample_window": 9, "sample_window_interval": 0, "eval_num_steps": 
 SETTINGS |= {"sample_guidance_scale": 1.0, "sample_batch_size": 64, "sample_num_batches_per_epoch": 2}
 SETTINGS |= {"group_size": 16, "scale_rewards": "batch", "init_kl_coef": 0.004, "train_batch_size": 32}
 SETTINGS |= {"train_gradient_accumulation_steps": 2, "train_clip_range": 1e-3, "train_warmup_steps": 5}
-SETTINGS |= {"logdir": "runs/examples/flow_grpo"}
+SETTINGS |= {"save_freq": 100, "logdir": "runs/examples/flow_grpo"}
 SMOKE = {"num_epochs": 2, "sample_num_steps": 3, "sample_window": 2, "eval_freq": 1, "sample_batch_size": 32}
 SHAPES = Path(__file__).parents[1] / "experiments" / "black_2023_ddpo" / "flow"
 COLOURS = {"red": (0.90, 0.15, 0.15), "green": (0.15, 0.75, 0.20), "blue": (0.20, 0.30, 0.95)}
@@ -64,13 +64,14 @@ def main(run: RunConfig, config: DDPOConfig) -> None:
     pipeline = DDPOStableDiffusionPipeline(base, call_kwargs={"max_sequence_length": 0})  # no text of a T5
     prompts, others = lambda: random.choice(CAPTIONS), {"colour": colour}
     trainer = DDPOTrainer(config, night, prompts, pipeline, other_rewards=others, eval_prompts=HELD_OUT)
-    updates = 0
     print(REPORT.format(**trainer.evaluate()), flush=True)
-    for epoch in range(config.num_epochs):
-        updates = trainer.step(epoch, updates)
+    for epoch in range(trainer.first_epoch, config.num_epochs):
+        trainer.step(epoch, trainer.global_step)
         print(f"epoch {epoch + 1}: reward {trainer.last_stats['reward_mean']:.4f}", flush=True)
         if (epoch + 1) % config.eval_freq == 0:
             print(REPORT.format(**trainer.last_stats), flush=True)
+        if (epoch + 1) % config.save_freq == 0:
+            trainer.save_checkpoint()
     trainer.save_pretrained(config.logdir)
 
 

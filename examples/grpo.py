@@ -51,7 +51,7 @@ def main(run: RunConfig, config: GRPOConfig) -> None:
     )
     trainer = GRPOTrainer(run.model, reward_funcs=happiness, args=config, train_dataset=train, eval_dataset=test)
     before = trainer.evaluate()["eval_reward"]
-    trainer.train()
+    trainer.train(config.resume_from_checkpoint)
     after = trainer.evaluate()["eval_reward"]
     print(f"reward of {len(test)} held-out prompts: {before:+.3f} -> {after:+.3f}")
 

@@ -59,7 +59,10 @@ def main(run: RunConfig, config: IterativeSFTConfig) -> None:
     )
     prompts = [f"Once there was a {hero} {place}." for place in PLACES for hero in HEROES][: run.prompts]
     queries = [trainer.tokenizer(prompt)["input_ids"] for prompt in prompts]
-    for number in range(run.rounds):
+    if config.resume_from_checkpoint:
+        trainer.train(config.resume_from_checkpoint)
+        sampler.calls = trainer.progress.calls
+    for number in range(trainer.progress.calls, run.rounds):
         texts = [best for (best,) in sampler.generate(queries)]
         answers = [text.removeprefix(prompt) for text, prompt in zip(texts, prompts, strict=True)]
         stats = trainer.step(texts=texts, texts_labels=answers)

@@ -60,7 +60,7 @@ def main(run: RunConfig, config: KTOConfig) -> None:
         eval_dataset=data["test"],
         processing_class=AutoTokenizer.from_pretrained(run.model),
     )
-    trainer.train()
+    trainer.train(config.resume_from_checkpoint)
     found = trainer.evaluate()
     print(f"held-out answers: margin {found['eval_rewards/margins']:.3f}, loss {found['eval_loss']:.3f}")
 

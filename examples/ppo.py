@@ -11,7 +11,6 @@ You see the mean score rise, and with it the KL divergence from the model that t
 
 import sys
 from dataclasses import dataclass, field
-from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -33,6 +32,7 @@ class RunConfig:
 
     model: str = field(default=str(Path(__file__).with_name("stories")), metadata={"help": "Folder or hub id."})
     max_new_tokens: int = field(default=24, metadata={"help": "Tokens of a response at most."})
+    resume_from: str | None = field(default=None, metadata={"help": "Checkpoint folder to go on from."})
     smoke: bool = field(default=False, metadata={"help": "Two small steps, to see that it runs."})
 
 
@@ -43,11 +43,14 @@ def main(run: RunConfig, config: PPOConfig) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     trainer = PPOTrainer(config, model, tokenizer=tokenizer)
+    if run.resume_from:
+        trainer.load_checkpoint(run.resume_from)
 
     sentiment = SentimentIntensityAnalyzer()
-    prompts = cycle([f"Once there was a {hero} {place}." for place in PLACES for hero in HEROES])
-    for step in range(config.steps):
-        texts = list(islice(prompts, config.batch_size))
+    prompts = [f"Once there was a {hero} {place}." for place in PLACES for hero in HEROES]
+    for step in range(trainer.steps_done, config.steps):
+        places = range(step * config.batch_size, (step + 1) * config.batch_size)
+        texts = [prompts[place % len(prompts)] for place in places]
         queries = [torch.tensor(tokenizer(text)["input_ids"]) for text in texts]
         responses = trainer.generate(
             queries,
@@ -63,7 +66,10 @@ def main(run: RunConfig, config: PPOConfig) -> None:
         print(
             f"step {step + 1}: score {stats['ppo/mean_scores']:+.3f}, KL {stats['objective/kl']:.2f} nats", flush=True
         )
-    print(f"{texts[0]} [{answers[0].strip()}]")
+        if config.save_steps and (step + 1) % config.save_steps == 0:
+            trainer.save_checkpoint()
+        if step + 1 == config.steps:
+            print(f"{texts[0]} [{answers[0].strip()}]")
 
 
 if __name__ == "__main__":

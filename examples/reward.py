@@ -61,7 +61,7 @@ def main(run: RunConfig, config: RewardConfig) -> None:
         processing_class=AutoTokenizer.from_pretrained(run.model),
     )
     before = trainer.evaluate()["eval_accuracy"]
-    trainer.train()
+    trainer.train(config.resume_from_checkpoint)
     after = trainer.evaluate()["eval_accuracy"]
     print(f"accuracy on {run.eval_pairs} held-out pairs: {before:.3f} -> {after:.3f}")
 

@@ -48,7 +48,7 @@ def main(run: RunConfig, config: SFTConfig) -> None:
     data = data.train_test_split(test_size=run.eval_rows, seed=0)
     trainer = SFTTrainer(run.model, args=config, train_dataset=data["train"], eval_dataset=data["test"])
     before = trainer.evaluate()["eval_loss"]
-    trainer.train()
+    trainer.train(config.resume_from_checkpoint)
     after = trainer.evaluate()["eval_loss"]
 
     prompt = torch.tensor([trainer.tokenizer("The statement")["input_ids"]], device=trainer.model.device)

@@ -71,7 +71,7 @@ def main(run: RunConfig, config: GRPOConfig) -> None:
     talk = EnvironmentRollout(backend, environment, tokenizer, max_completion_length=48, max_turns=3)
     trainer = GRPOTrainer(model, correct, config, train, test, tokenizer, rollout=talk)
     before = trainer.evaluate()["eval_reward"]
-    trainer.train()
+    trainer.train(config.resume_from_checkpoint)
     print(f"accuracy on {len(test)} held-out products: {before:.3f} -> {trainer.evaluate()['eval_reward']:.3f}")
 
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBER = r"[+-]?\d+\.\d+"
@@ -68,3 +70,36 @@ def test_an_example_runs_and_prints_what_it_learnt(name: str, tmp_path: Path, mo
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--smoke"])
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     assert re.search(LAST_WORDS[name], capsys.readouterr().out)
+
+
+LOOPS = {
+    **dict.fromkeys(("ddpo", "alignprop", "flow_grpo", "diffusion_nft"), ("num_epochs", "save_freq", "logdir")),
+    "ppo": ("steps", "save_steps", "output_dir"),
+    "iterative_sft": ("rounds", "save_steps", "output_dir"),
+    "sft": ("max_steps", "save_steps", "output_dir"),
+}
+"""The settings of the examples' lengths, saves and folders."""
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_interrupted_example_resumes_to_the_weights_of_one_that_was_not(name: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    length, every, folder = LOOPS[name]
+    resume = "resume_from_checkpoint" if "sft" in name else "resume_from"
+    strategy = ["--save_strategy=steps"] if "sft" in name else []
+
+    def run(place: str, *words: str) -> Path:
+        settings = ["--smoke", f"--{length}=2", f"--{every}=1", f"--{folder}={place}", *strategy, *words]
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *settings])
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+        (last,) = Path(place).rglob("checkpoint-2")
+        return last
+
+    whole = run("whole")
+    last = run("rest", f"--{resume}={whole.with_name('checkpoint-1')}")
+    assert not last.with_name("checkpoint-1").exists()
+    files = [file.relative_to(whole) for file in whole.rglob("*.safetensors")]
+    assert files
+    for file in files:
+        torch.testing.assert_close(load_file(last / file), load_file(whole / file), rtol=0, atol=0)
