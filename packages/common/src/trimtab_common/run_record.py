@@ -9,12 +9,12 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import date, time
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor, nn
@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 FINGERPRINT_ROWS = 256
+
+
+class Rows(Protocol):
+    """A dataset, or a list of rows."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def folder_of_trial(folder: str | Path) -> Path:
@@ -148,11 +155,15 @@ def result_settings(config: DataclassInstance, *, without: Collection[str], **fa
     return json.loads(json.dumps(settings | facts, default=str))
 
 
-def rows_fingerprint(rows: Sequence[object]) -> str:
-    """Returns a hash of a dataset's length and of up to 256 evenly spaced rows, including the first and the last."""
+def rows_fingerprint(rows: Rows, content: Callable[[Any], object] = lambda row: row) -> str:
+    """Returns a hash of a dataset's length and of up to 256 evenly spaced rows, including the first and the last.
+
+    Args:
+        content: gives what is hashed of a row: numbers, texts, tensors, lists and dicts of them.
+    """
     count = len(rows)
     places = sorted({round(i * (count - 1) / (FINGERPRINT_ROWS - 1)) for i in range(FINGERPRINT_ROWS)}) if count else []
-    return _hash([count, *(rows[place] for place in places)])
+    return _hash([count, *(content(rows[place]) for place in places)])
 
 
 def layout_fingerprint(model: nn.Module) -> str:

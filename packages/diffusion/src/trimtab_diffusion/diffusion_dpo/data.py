@@ -1,5 +1,6 @@
 """Pairs of pictures with a caption: their checks, and their latents."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -62,6 +63,12 @@ def picture_of(value: Any, name: str) -> Image.Image:
         return to_pil(value)
     except (ValueError, TypeError) as error:
         raise ValueError(f"The {name} is no picture: {error}") from error
+
+
+def content_of(row: Mapping[str, Any]) -> list[str]:
+    """The caption and hashes of the pictures of a checked row, for the fingerprint of a dataset."""
+    pixels = [picture_of(row[name], name).tobytes() for name in PICTURES]
+    return [row["prompt"], *(hashlib.sha256(each).hexdigest() for each in pixels)]
 
 
 def pixels_of(pictures: list[Image.Image]) -> Tensor:

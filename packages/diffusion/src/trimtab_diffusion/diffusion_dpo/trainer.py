@@ -9,6 +9,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from trimtab_common.conditions import Vitals
+from trimtab_common.run_record import rows_fingerprint
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_stats, merge_stats
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
@@ -19,7 +20,7 @@ from trimtab_diffusion.training.setup import reference_of
 
 from .algorithm import RefErrors, precomputed, reference_errors, update
 from .config import DiffusionDPOConfig
-from .data import Pairs, check_pairs, encoded
+from .data import Pairs, check_pairs, content_of, encoded
 
 WITHOUT_EFFECT = (*shared.WITHOUT_EFFECT, "encode_batch_size", "precompute_ref_errors")
 """Settings that change no result."""
@@ -67,7 +68,7 @@ class DiffusionDPOTrainer(PipelineTrainer):
                 stacklevel=2,
             )
         self.reference = reference_of(self.sd_pipeline, self.accelerator, rests_on_cpu=config.precompute_ref_errors)
-        self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD)
+        self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD, data=rows_fingerprint(train_dataset, content_of))
         self.pictures = encoded(self.sd_pipeline, train_dataset, batch_size=config.encode_batch_size)
         self._resume()
 

@@ -80,7 +80,12 @@ class PipelineTrainer:
         self.facts: dict[str, object] = {}
 
     def _prepare(
-        self, *, without_effect: Collection[str], held: Collection[str], kl_target: float | None = None
+        self,
+        *,
+        without_effect: Collection[str],
+        held: Collection[str],
+        kl_target: float | None = None,
+        data: str | None = None,
     ) -> None:
         """Prepares the denoiser and its optimizer; arguments as of `setup.run_of`. Collective."""
         denoiser = self.sd_pipeline.denoiser
@@ -90,7 +95,7 @@ class PipelineTrainer:
         self.model.eval()  # no dropout: the updated policy must be the one that sampled
         self.lr_scheduler = warmup(optimizer, self.config.train_warmup_steps)
         settings = {"without_effect": without_effect, "held": held}
-        self.run = setup.run_of(self.config, self.accelerator, self.model, **settings, kl_target=kl_target)
+        self.run = setup.run_of(self.config, self.accelerator, self.model, **settings, kl_target=kl_target, data=data)
         self.run.keep(self, "optimizer", "lr_scheduler", "first_epoch", "global_step")
         self.run.keep(self.accelerator, "scaler")
 

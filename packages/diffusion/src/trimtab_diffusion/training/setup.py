@@ -143,6 +143,7 @@ def run_of(
     without_effect: Collection[str],
     held: Collection[str],
     kl_target: float | None = None,
+    data: str | None = None,
 ) -> Run:
     """The run that the config asks for. Collective.
 
@@ -153,11 +154,12 @@ def run_of(
         without_effect: settings that change no result, by name or pattern.
         held: settings whose values a resumed run keeps.
         kl_target: the KL that a controller aims at.
+        data: fingerprint of the dataset; None where functions give the prompts.
     """
     run = Run(
         accelerator,
         model,
-        RunRecord.of(config, without=without_effect),
+        RunRecord.of(config, without=without_effect, data=data),
         health=HealthMonitor(kl_target=kl_target),
         start_tracker=partial(
             start_tracking,
