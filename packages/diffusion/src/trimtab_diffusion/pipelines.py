@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +13,18 @@ from diffusers import DDIMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteSc
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_common.overrides import replaced
 from trimtab_diffusion.lora import LORA_FILE, add_lora, base_of_lora, save_lora, stored_file, without_lora
 from trimtab_diffusion.recorder import Finish, denoiser_name, record
 from trimtab_diffusion.steps import Scheduler, Steps, gaussian_logprob, gaussian_sample
 from trimtab_diffusion.trajectories import Schedule, Trajectories
+
+UNUSED = {
+    "scheduler_step": "Trainers compute steps from the pipeline's scheduler: set pipeline.scheduler, and the config's "
+    "sample_eta for their noise.",
+    "autocast": "Trainers use their accelerator's: set the config's mixed_precision.",
+}
+"""Methods of 2024 that are for callers alone, and what to set instead of replacing them."""
 
 
 @dataclass
@@ -63,6 +71,9 @@ class DDPOStableDiffusionPipeline:
         lora_rank: the rank of new adapters.
         call_kwargs: more arguments of every call of the pipeline, such as height and width, or a ControlNet's image.
 
+    Raises:
+        TypeError: a subclass replaces `scheduler_step` or `autocast`, which no trainer calls.
+
     Attributes:
         schedule: the schedule of the last call; None before the first.
         guidance_argument: the pipeline's argument for the scale of guidance: of its embedded guidance, or else
@@ -77,6 +88,8 @@ class DDPOStableDiffusionPipeline:
         lora_rank: int = 4,
         call_kwargs: Mapping[str, Any] | None = None,
     ):
+        for name in replaced(self, DDPOStableDiffusionPipeline, *UNUSED):
+            raise TypeError(f"{type(self).__name__} replaces {name}, which no trainer calls. {UNUSED[name]}")
         self.sd_pipeline = cast(Any, pipeline)  # diffusers does not declare the parts of a pipeline
         self.call_kwargs = dict(call_kwargs or {})
         self.use_lora = use_lora
@@ -179,6 +192,8 @@ class DDPOStableDiffusionPipeline:
     ) -> DDPOSchedulerOutput:
         """Takes one step, or computes the log-probability of a given one.
 
+        Not for replacing: trainers compute steps from the scheduler.
+
         Args:
             model_output: [B, ...], of the denoiser.
             sample: [B, ...], before the step.
@@ -196,15 +211,18 @@ class DDPOStableDiffusionPipeline:
 
     @property
     def autocast(self) -> type[AbstractContextManager[None]]:
-        """A context for forward passes that does nothing: the trainer uses its accelerator's."""
+        """A context for forward passes that does nothing. Not for replacing: trainers use their accelerator's."""
         return nullcontext
 
     def reference(self) -> AbstractContextManager[nn.Module]:
         """Returns a context manager that gives the denoiser with its adapters off."""
         return without_lora(self.denoiser)
 
-    def get_trainable_layers(self) -> nn.Module:
-        """Returns the denoiser; the weights that train require gradients."""
+    def get_trainable_layers(self) -> nn.Module | Iterable[nn.Parameter]:
+        """Returns what trains, those of its weights that require gradients: the denoiser.
+
+        A subclass may return a part of the denoiser, or a list of weights: a trainer freezes the rest.
+        """
         return self.denoiser
 
     def set_progress_bar_config(self, **kwargs: Any) -> None:

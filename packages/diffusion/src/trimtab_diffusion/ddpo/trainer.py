@@ -13,6 +13,7 @@ from torch import Tensor
 from trimtab_common.conditions import Vitals
 from trimtab_common.formulas.kl import kl_controller
 from trimtab_common.formulas.surrogate import clipped_ratio, surrogate_stats
+from trimtab_common.overrides import replaced
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import Mean, Stats, gather_stats, merge_stats
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
@@ -54,6 +55,10 @@ class DDPOTrainer(PipelineTrainer):
             reward metadata], the global step, and a tracker with `log_images` and `log`.
         other_rewards: rewards by name that are logged, not trained on; by default the images' size in kB as JPEG.
         eval_prompts: prompts and their metadata, for `evaluate`; their number is a multiple of the processes'.
+
+    Raises:
+        TypeError: a subclass replaces `calculate_loss` or `loss`, and the config's estimator is a regression, which
+            calls neither.
     """
 
     method, paper = "DDPO", "Black et al. 2023, arXiv:2305.13301"
@@ -71,6 +76,12 @@ class DDPOTrainer(PipelineTrainer):
         other_rewards: Mapping[str, RewardFunction] | None = None,
         eval_prompts: Sequence[tuple[str, Any]] = (),
     ) -> None:
+        if config.is_regression and (names := replaced(self, DDPOTrainer, "calculate_loss", "loss")):
+            raise TypeError(
+                f"{type(self).__name__} replaces {' and '.join(names)}, which estimator={config.estimator!r} does not "
+                "call: it regresses on noised samples. Replace advantages, which gives their weights, or set "
+                "estimator='is'."
+            )
         super().__init__(config, sd_pipeline)
         self.eval_prompts = checked_prompts(eval_prompts, config, self.accelerator.num_processes)
         self.image_samples_callback = image_samples_hook
@@ -220,7 +231,7 @@ class DDPOTrainer(PipelineTrainer):
         """DDPO's loss of B steps (Black et al. 2023, Eqs. 6 and 7), with the KL penalty.
 
         The steps are those of the schedule of the pipeline's last call. Before the first call it has the config's
-        `sample_num_steps`.
+        `sample_num_steps`. `estimator="rwr"` and `"rwr_sparse"` do not call it.
 
         Args:
             latents: [B, ...], before the step.

@@ -89,7 +89,7 @@ class PipelineTrainer:
     ) -> None:
         """Prepares the denoiser and its optimizer; arguments as of `setup.run_of`. Collective."""
         denoiser = self.sd_pipeline.denoiser
-        optimizer = optimizer_of(self.config, denoiser)
+        optimizer = optimizer_of(self.config, self.sd_pipeline)
         self.model, self.optimizer = self.accelerator.prepare(denoiser, optimizer)
         setup.return_float32(denoiser, self.accelerator)
         self.model.eval()  # no dropout: the updated policy must be the one that sampled

@@ -13,13 +13,17 @@ from torch import Tensor, nn
 from trimtab_common.accelerators import WeighingAccelerator, fused_if_possible
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.stats import Stats
+from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from .config import PipelineConfig
 
 
-def optimizer_of(config: PipelineConfig, denoiser: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over the trained weights, with 8-bit moments if asked for."""
-    trainable = [weight for weight in denoiser.parameters() if weight.requires_grad]
+def optimizer_of(config: PipelineConfig, pipeline: DDPOStableDiffusionPipeline) -> torch.optim.Optimizer:
+    """AdamW over the trained weights, with 8-bit moments if asked for; freezes the denoiser's other weights."""
+    trainable = trained_weights(pipeline)
+    pipeline.denoiser.requires_grad_(False)
+    for weight in trainable:
+        weight.requires_grad_(True)
     kind: Any = partial(torch.optim.AdamW, fused=fused_if_possible(trainable))
     if config.train_use_8bit_adam:
         try:
@@ -34,6 +38,24 @@ def optimizer_of(config: PipelineConfig, denoiser: nn.Module) -> torch.optim.Opt
         weight_decay=config.train_adam_weight_decay,
         eps=config.train_adam_epsilon,
     )
+
+
+def trained_weights(pipeline: DDPOStableDiffusionPipeline) -> list[nn.Parameter]:
+    """The weights of `get_trainable_layers` that require gradients.
+
+    Raises:
+        ValueError: there are none, or some are not the denoiser's.
+    """
+    layers = pipeline.get_trainable_layers()
+    weights = layers.parameters() if isinstance(layers, nn.Module) else layers
+    wanted = {id(weight) for weight in weights if weight.requires_grad}
+    trained = [weight for weight in pipeline.denoiser.parameters() if id(weight) in wanted]
+    if not wanted or len(trained) < len(wanted):
+        raise ValueError(
+            f"get_trainable_layers returned {len(wanted)} weights that require gradients; {len(trained)} of them are "
+            "the denoiser's. Return the denoiser or layers of it, with at least one such weight."
+        )
+    return trained
 
 
 def warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:

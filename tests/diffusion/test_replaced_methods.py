@@ -1,0 +1,78 @@
+"""What a subclass of a pipeline or of DDPOTrainer replaces is used, or refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.diffusion import tiny
+
+from trimtab_diffusion import (
+    DDPOConfig,
+    DDPOStableDiffusionPipeline,
+    DDPOTrainer,
+    DiffusionDPOConfig,
+    DiffusionDPOTrainer,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def trained(kind: type[DDPOStableDiffusionPipeline], folder: Path) -> tuple[DiffusionDPOTrainer, set[str]]:
+    """Returns a trainer after two updates, and the names of the weights that changed."""
+    rows = [{"prompt": "a cat", "chosen": torch.ones(3, 16, 16), "rejected": torch.zeros(3, 16, 16)}] * 4
+    config = DiffusionDPOConfig(num_epochs=1, train_batch_size=2, mixed_precision="no", logdir=str(folder))
+    trainer = DiffusionDPOTrainer(config, kind(tiny.stable_diffusion()), rows)
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    trainer.train()
+    return trainer, {
+        name for name, weight in trainer.model.state_dict().items() if not torch.equal(weight, before[name])
+    }
+
+
+class UpBlocks(DDPOStableDiffusionPipeline):
+    def get_trainable_layers(self) -> Any:
+        return self.denoiser.up_blocks
+
+
+class UpBlockWeights(DDPOStableDiffusionPipeline):
+    def get_trainable_layers(self) -> Any:
+        return [*self.denoiser.up_blocks.parameters()]
+
+
+@pytest.mark.parametrize("kind", [UpBlocks, UpBlockWeights])
+def test_a_pipeline_that_returns_fewer_layers_trains_fewer(kind: type, tmp_path: Path):
+    trainer, changed = trained(kind, tmp_path)
+    assert changed
+    assert all(name.startswith("up_blocks.") for name in changed)
+    assert sum(weight.numel() for weight in trainer.trainable_layers) == sum(
+        weight.numel() for weight in trainer.sd_pipeline.denoiser.up_blocks.parameters()
+    )
+
+
+@pytest.mark.parametrize("part", ["vae", None])
+def test_layers_that_cannot_train_are_refused(part: str | None, tmp_path: Path):
+    class Wrong(DDPOStableDiffusionPipeline):
+        def get_trainable_layers(self) -> Any:
+            return self.vae.requires_grad_(True) if part else []
+
+    with pytest.raises(ValueError, match=r"get_trainable_layers returned .* 0 of them are the denoiser's"):
+        trained(Wrong, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("scheduler_step", "pipeline.scheduler"), ("autocast", "mixed_precision")]
+)
+def test_a_method_of_a_pipeline_that_no_trainer_calls_cannot_be_replaced(name: str, instead: str):
+    kind = type("Own", (DDPOStableDiffusionPipeline,), {name: lambda self: None})
+    with pytest.raises(TypeError, match=f"Own replaces {name}, which no trainer calls.*{instead}"):
+        kind(tiny.stable_diffusion())
+
+
+@pytest.mark.parametrize("estimator", ["rwr", "rwr_sparse"])
+@pytest.mark.parametrize("name", ["calculate_loss", "loss"])
+def test_a_loss_that_a_regression_does_not_call_cannot_be_replaced(estimator: str, name: str):
+    kind = type("Own", (DDPOTrainer,), {name: lambda self, *arguments: None})
+    config = DDPOConfig(estimator=estimator, mixed_precision="no")
+    with pytest.raises(TypeError, match=f"Own replaces {name}.*Replace advantages"):
+        kind(config, lambda images, *_: images.flatten(1).mean(1), lambda: ("a cat", {}), tiny.stable_diffusion())
