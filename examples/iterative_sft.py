@@ -65,7 +65,8 @@ def main(run: RunConfig, config: IterativeSFTConfig) -> None:
     for number in range(trainer.progress.calls, run.rounds):
         texts = [best for (best,) in sampler.generate(queries)]
         answers = [text.removeprefix(prompt) for text, prompt in zip(texts, prompts, strict=True)]
-        stats = trainer.step(texts=texts, texts_labels=answers)
+        kept = [pair for pair in zip(texts, answers, strict=True) if pair[1]]  # a sample may be empty
+        stats = trainer.step(texts=[text for text, _ in kept], texts_labels=[answer for _, answer in kept])
         print(f"round {number + 1}: sentiment {fmean(happiness(answers)):+.3f}, loss {stats['loss']:.3f}", flush=True)
 
 

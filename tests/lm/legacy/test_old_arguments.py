@@ -51,7 +51,7 @@ def test_every_old_default_is_taken_in_silence(version, name):
 
 LATER_CASES = {
     "trust_remote_code": (True, {"model_init_kwargs": {"trust_remote_code": True}}),
-    "router_aux_loss_coef": (0.01, "no term of a router"),
+    "router_aux_loss_coef": (0.01, "set model.config.output_router_logits=True and model.config.router_aux_loss_coef"),
     "pad_to_multiple_of": (8, {}),
 }
 REWARD_CASES = {

@@ -94,8 +94,8 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
                 texts.
 
         Returns:
-            `loss` (per token, in nats, before the updates), `grad_norm`, `learning_rate`, `epoch` (calls of step),
-            `global_step` and `num_tokens`, over all processes.
+            `loss` (per token, in nats, each scored before the optimizer step that learns it), `grad_norm`,
+            `learning_rate`, `epoch` (calls of step), `global_step` and `num_tokens`, over all processes.
 
         Raises:
             TypeError: a row is no tensor of token ids.

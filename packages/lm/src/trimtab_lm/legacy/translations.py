@@ -191,11 +191,12 @@ _LAID_OUT = "leave it out; rows are laid out without padding wherever the model 
 _OF_TOKENIZER = "set it on the tokenizer, and pass processing_class=tokenizer"
 _CORRECTED = "write importance_sampling_cap, which truncates the ratio of trainer and sampler per token"
 _NO_ENTROPY = "leave it out; the losses have no entropy bonus"
+_OF_ROUTER = "set model.config.output_router_logits=True and model.config.router_aux_loss_coef"
 _OTHER_LOSSES = "leave it out; see loss_type for the losses that there are"
 
 LATER_ARGUMENTS: dict[str, Argument] = {
     "trust_remote_code": _entry(bool, False, "model_init_kwargs", "trust_remote_code"),
-    "router_aux_loss_coef": Argument(float | None, None, "leave it out; the losses have no term of a router"),
+    "router_aux_loss_coef": Argument(float | None, None, _OF_ROUTER),
     "pad_to_multiple_of": Argument(int | str | None, "auto", _LAID_OUT, _no_change),
 }
 """Arguments of SFTConfig, DPOConfig, KTOConfig, RewardConfig and GRPOConfig in TRL 1.16, by name."""
