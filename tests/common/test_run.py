@@ -11,9 +11,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trimtab_common import hub
+from trimtab_common import hub, sealing
+from trimtab_common import run as run_module
 from trimtab_common.formulas.kl import AdaptiveKLController
 from trimtab_common.health import HealthMonitor, Vitals
+from trimtab_common.locks import free, hold
 from trimtab_common.run import Run
 from trimtab_common.run_record import RunRecord
 from trimtab_common.sealing import CheckpointError
@@ -99,6 +101,63 @@ def test_the_tracker_starts_at_its_first_use_under_the_id_of_the_checkpoint(tmp_
     resumed = Loop()
     resumed.run.load(path)
     assert resumed.run.tracker.run_id == started
+
+
+def test_a_checkpoint_that_a_killed_run_still_publishes_is_the_newest(tmp_path, monkeypatch):
+    loop = steps(Loop(), 1)
+    loop.run.save(tmp_path, 1)
+    aside = steps(loop, 1).run.save(tmp_path, 2).rename(tmp_path / "aside")
+    free(loop.run)
+
+    def held(folder, run):
+        if aside.exists():
+            aside.rename(tmp_path / "checkpoint-2")
+        hold(folder, run)
+
+    monkeypatch.setattr(run_module, "hold", held)
+    assert Loop().run.resume("latest", tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_a_new_folder_is_locked_while_a_run_trains(tmp_path):
+    first, second = Loop(), Loop()
+    with first.run.training(tmp_path / "new"), pytest.raises(CheckpointError, match="writes"):
+        second.run.save(tmp_path / "new", 1)
+    second.run.save(tmp_path / "new", 1)
+
+
+def test_a_checkpoint_is_not_resumed_into_the_folder_of_another_run(tmp_path):
+    mine, other = steps(Loop(), 1), steps(Loop(), 1)
+    path = mine.run.save(tmp_path / "mine", 1)
+    other.run.save(tmp_path / "others", 1)
+    free(other.run)
+    with pytest.raises(CheckpointError, match="of another run, whose checkpoints would mix"):
+        Loop().run.resume(path, tmp_path / "others")
+
+
+def test_a_tracker_goes_back_with_the_run(tmp_path):
+    loop = Loop()
+    path = loop.run.save(tmp_path, 1)
+    for step in (1, 2, 3):
+        loop.run.tracker.log({"loss": 1.0}, step)
+    kept = loop.run.tracker.run_id
+    loop.run.load(path)
+    loop.run.tracker.log({"loss": 1.0}, 2)
+    assert loop.run.tracker.run_id != kept  # the checkpoint is older than the tracker
+
+
+def test_a_folder_that_is_sealed_anew_keeps_what_its_manifest_says(tmp_path):
+    path = steps(Loop(), 1).run.save(tmp_path, 1)
+    (path / ".manifest.json.tmp").write_text("of a process that was killed")
+    sealing.main([str(path)])
+    resumed = Loop()
+    resumed.run.load(path)
+    assert resumed.steps_done == 1
+    with pytest.raises(CheckpointError, match="settings|another"):
+        Loop(settings={"seed": 1}).run.load(path)
+    (path / "manifest.json").unlink()
+    sealing.main([str(path)])
+    with pytest.raises(CheckpointError, match="does not say processes and tied"):
+        Loop().run.load(path)
 
 
 def test_frozen_weights_are_not_saved(tmp_path):

@@ -1,8 +1,10 @@
 """Which run a checkpoint belongs to, and how two runs differ."""
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -122,6 +124,15 @@ def test_the_fingerprint_of_rows_sees_order_length_first_and_last():
     others = [rows[:-1], rows[::-1], [{"ids": [-1]}, *rows[1:]], [*rows[:-1], {"ids": [-1]}], []]
     assert len({kept, *map(rows_fingerprint, others)}) == 6
     assert rows_fingerprint([{"x": torch.ones(2)}]) == rows_fingerprint([{"x": [1.0, 1.0]}])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(np.array([1, 2]), np.array([1, 3])), (b"one", b"other"), (datetime(2026, 1, 1), datetime(2026, 1, 2))],
+)
+def test_the_fingerprint_of_rows_sees_values_that_json_has_not(one, other):
+    assert rows_fingerprint([{"x": one}]) == rows_fingerprint([{"x": one}])
+    assert rows_fingerprint([{"x": one}]) != rows_fingerprint([{"x": other}])
 
 
 def test_the_fingerprint_of_a_model_sees_shapes_and_what_trains_and_not_values():

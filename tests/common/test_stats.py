@@ -8,6 +8,7 @@ from trimtab_common.stats import (
     Correlation,
     Deviation,
     Mean,
+    Recorder,
     RunningMoments,
     Surprise,
     Variance,
@@ -53,6 +54,13 @@ def test_numbers_of_means_are_read_without_rounding():
 
 def test_a_part_without_a_statistic_does_not_count():
     assert gather_stats(merge_stats([{"a": 1.0}, {"a": 3.0, "b": 5.0}])) == {"a": 2.0, "b": 5.0}
+
+
+def test_plain_numbers_are_averaged_over_all_calls():
+    recorder = Recorder()
+    for i in range(65):
+        recorder.add({"x": float(i == 64)}, training=True)
+    assert recorder.flush(training=True)["x"] == pytest.approx(1 / 65)
 
 
 def test_running_moments_equal_those_of_everything_seen():

@@ -16,7 +16,7 @@ import sys, torch
 import torch.distributed as dist
 from trimtab_common.formulas.masking import explained_variance, global_mean, global_var, rescale, whiten
 from trimtab_common.stats import Deviation, Mean, RunningMoments, Variance
-from trimtab_common.stats import gather_over_ranks, gather_stats, sum_over_ranks
+from trimtab_common.stats import everywhere, gather_over_ranks, gather_stats, sum_over_ranks
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 x, y, mask = (column[rank * 3 : 3 + rank * 5] for column in torch.load(sys.argv[1] + "/whole.pt"))
@@ -32,6 +32,16 @@ results = {
     "stats": gather_stats({"mean": Mean.of(x, mask), "deviation": Deviation.of(x, mask), "variance": Variance.of(x),
                            "dist": x[mask.bool()], "number": 3.5 + rank}),
 }
+class Unpicklable(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+def fails():
+    if rank == 1:
+        raise Unpicklable("this", "that")
+try:
+    everywhere(fails)
+except Exception as error:
+    results["error"] = [type(error).__name__, str(error)]
 torch.save(results, f"{sys.argv[1]}/{rank}.pt")
 dist.destroy_process_group()
 """
@@ -53,6 +63,8 @@ def test_two_processes_with_unequal_shares_are_one(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (torch.load(Path(tmp_path, f"{rank}.pt"), weights_only=True) for rank in (0, 1))
 
+    assert first["error"] == ["RuntimeError", "Unpicklable: this and that"]
+    assert second["error"] == ["Unpicklable", "this and that"]
     seen = x[mask.bool()]
     for part in (first, second):
         torch.testing.assert_close(part["mean"], seen.mean())

@@ -51,6 +51,17 @@ def test_what_rounding_leaves_of_equal_scores_is_not_blown_up():
     assert (group_whitened(scores, torch.zeros(7)) == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("scores", "other"), [([0.0, 1.0, 0.0, 1.0], -1e6), ([0.5001, 0.5002, 0.5003, 0.5004], -1000.0)]
+)
+def test_a_group_keeps_its_scale_beside_scores_of_another_size(scores, other):
+    groups = torch.tensor([0] * 4 + [1] * 4)
+    both = group_whitened(torch.tensor([*scores, other, 0.0, 0.0, 0.0]), groups)
+    alone = group_whitened(torch.tensor(scores), groups[:4])
+    assert alone.abs().min() > 0.3
+    torch.testing.assert_close(both[:4], alone)
+
+
 def test_batch_scaling_divides_by_the_deviation_of_all_scores():
     scores, groups = torch.tensor([0.0, 2.0, 10.0, 12.0]), torch.tensor([0, 0, 1, 1])
     std = (104 / 3) ** 0.5  # squared distances 36, 16, 16, 36 from the mean 6

@@ -89,6 +89,14 @@ def test_an_assigned_coefficient_is_the_one_that_moves():
     assert kl.value == pytest.approx(0.5 * 1.2)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"target": 0.0}, {"horizon": 0.0}, {"max_kl_coef": math.nan}, {"gain": -1.0}, {"gain": math.nan}]
+)
+def test_adaptive_controller_refuses_what_would_divide_by_zero_or_give_nan(settings):
+    with pytest.raises(ValueError, match=f"AdaptiveKLController.*{next(iter(settings))}"):
+        AdaptiveKLController(0.2, **{"target": 6.0, "horizon": 1e4} | settings)
+
+
 def test_controllers_restore_their_coefficient():
     kl = AdaptiveKLController(0.2, target=6, horizon=100)
     kl.update(0.0, 50)

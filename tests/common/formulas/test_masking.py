@@ -1,6 +1,8 @@
+import pytest
 import torch
 
 from trimtab_common.formulas.masking import explained_variance, masked_mean, masked_var, rescale, whiten
+from trimtab_common.stats import RunningMoments
 
 X = torch.tensor([[1.0, 2.0, 300.0], [6.0, float("nan"), float("inf")]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -29,6 +31,16 @@ def test_rescale_leaves_a_constant_as_it_is():
 
 def test_a_single_number_whitens_to_zero_and_not_to_nan():
     assert whiten(torch.tensor([[5.0]]), torch.ones(1, 1)).item() == 0.0
+
+
+@pytest.mark.parametrize(("value", "count"), [(1000.3, 4096), (100.3, 65536), (33.3, 1000), (0.1, 1000), (0.0, 7)])
+def test_what_rounding_leaves_of_a_constant_is_no_deviation(value, count):
+    x, mask = torch.full((count,), value), torch.ones(count)
+    assert (whiten(x, mask) == 0).all()
+    assert explained_variance(x + torch.randn(count), x, mask) == 0
+    moments = RunningMoments()
+    moments.update(x.double())
+    assert moments.std == 1.0
 
 
 def test_explained_variance_of_perfect_mean_and_opposite_predictions():
