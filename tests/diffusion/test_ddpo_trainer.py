@@ -460,6 +460,20 @@ def test_the_hook_gets_what_is_documented(tmp_path: Path):
         assert reward_metadata == {"judge": 2}
 
 
+@pytest.mark.parametrize(
+    ("kind", "preview"),
+    [("sd", {"guidance_scale": 9.0}), ("sd", {"num_inference_steps": 4}), ("sd3", {"eta": 0.2})],
+)
+def test_a_preview_in_the_hook_changes_no_update(tmp_path: Path, kind: str, preview: dict[str, Any]):
+    def hook(*_: Any) -> None:
+        ddpo.sd_pipeline(["a cat"], **{"num_inference_steps": 3, "guidance_scale": 3.0, "output_type": "pt"} | preview)
+
+    settings: dict[str, Any] = {"kind": kind, "sample_eta": 0.7, "init_kl_coef": 0.1}
+    ddpo = trainer(str(tmp_path), image_samples_hook=hook, **settings)
+    ddpo.step(0, 0)
+    assert_equal(ddpo, trained(tmp_path, 1, **settings))
+
+
 @pytest.mark.usefixtures("offline_wandb")
 def test_the_hook_of_the_2024_example_logs_its_pictures(tmp_path: Path):
     captions: list[str] = []

@@ -121,6 +121,7 @@ class DDPOTrainer(PipelineTrainer):
         checks = check_first(path, self.model, self.reference, self.config, self.accelerator) if not global_step else {}
         if self.image_samples_callback is not None:
             self.image_samples_callback(samples.batches, global_step, HookTracker(self.run.tracker))
+        self.sd_pipeline.schedule = path.schedule  # a reward function or the hook may have called the pipeline
         is_regression, passes = self.config.is_regression, self.config.train_num_inner_epochs
         updates = Updates(self.accelerator, self.model, self.optimizer, self.lr_scheduler, self.config, global_step)
         stats = update(
@@ -230,8 +231,9 @@ class DDPOTrainer(PipelineTrainer):
     ) -> tuple[Tensor, ...]:
         """DDPO's loss of B steps (Black et al. 2023, Eqs. 6 and 7), with the KL penalty.
 
-        The steps are those of the schedule of the pipeline's last call. Before the first call it has the config's
-        `sample_num_steps`. `estimator="rwr"` and `"rwr_sparse"` do not call it.
+        The steps are those of `sd_pipeline.schedule`: in `step` that of the epoch's samples, elsewhere that of the
+        pipeline's last call. Before the first call it has the config's `sample_num_steps`. `estimator="rwr"` and
+        `"rwr_sparse"` do not call it.
 
         Args:
             latents: [B, ...], before the step.
