@@ -12,6 +12,7 @@ from tests.diffusion.run_alignprop_distributed import CASES, redness, run
 from tests.processes import results_of_two
 from torch import Tensor
 
+from trimtab_common.reward_checks import RewardError
 from trimtab_diffusion import AlignPropConfig, AlignPropTrainer, DDPOStableDiffusionPipeline
 from trimtab_diffusion.alignprop.algorithm import first_step, latents_with_gradient, redrawn_latents, reward_loss
 from trimtab_diffusion.trajectories import sampled_pairs
@@ -238,11 +239,15 @@ def test_bf16_trains(tmp_path: Path):
 
 # Refusals
 
+JUDGE = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 16 * 16, 1), torch.nn.Flatten(0))
+"""A reward model whose weights require gradients."""
+
 
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
         (lambda images, *_: images.detach().mean((1, 2, 3)), "a Tensor without a gradient"),
+        (lambda images, *_: JUDGE(images.detach()), "a Tensor without a gradient to the images"),
         (lambda images, *_: [1.0] * len(images), "returned a list"),
         (lambda images, *_: (images.mean((1, 2, 3)).tolist(), {}), "returned a list"),
         (lambda images, *_: images.mean((1, 2, 3)) * float("nan"), "nan"),
@@ -255,6 +260,19 @@ def test_a_reward_that_teaches_nothing_is_refused_before_sampling(reward: Any, w
     trained.model.register_forward_hook(lambda *_: pytest.fail("images were sampled"))
     with pytest.raises((ValueError, TypeError), match=words):
         trained.step(0, 0)
+
+
+def test_a_reward_without_a_gradient_is_refused_where_the_size_of_images_is_unknown(tmp_path: Path):
+    trained = trainer(tmp_path, lambda images, *_: JUDGE(images.detach()))
+    trained.sd_pipeline.call_kwargs = {"height": 16, "width": 16}
+    before = [weight.detach().clone() for weight in trained.trainable_layers]
+    with pytest.raises(RewardError, match="without a gradient to the images"):
+        trained.step(0, 0)
+    assert all(torch.equal(*pair) for pair in zip(trained.trainable_layers, before, strict=True))
+
+
+def test_a_reward_model_with_weights_that_require_gradients_may_judge(tmp_path: Path):
+    assert trainer(tmp_path, lambda images, *_: JUDGE(images)).step(0, 0) == 1
 
 
 def test_a_reward_may_return_facts_beside_its_numbers(tmp_path: Path):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from trimtab_common.stats import Deviation, Mean, Stats
 from trimtab_diffusion.training.optimizing import Updates
@@ -68,6 +69,20 @@ def redrawn_latents(path: Trajectories, denoiser: nn.Module, count: int, generat
     noised, _ = schedule.steps.noised(pairs.next_latents.float(), noise, index)
     mean, _ = schedule.gaussian(denoiser, noised.to(pairs.latents.dtype), index, pairs.conditions)
     return mean.to(pairs.latents.dtype)
+
+
+def depends_on(result: Tensor, source: Tensor) -> bool:
+    """Whether a backward pass from one tensor reaches another; weights of a reward model do not count."""
+    if not (result.requires_grad and source.requires_grad):
+        return False
+    wanted, seen, left = get_gradient_edge(source).node, set[Node](), [get_gradient_edge(result).node]
+    while left:
+        node = left.pop()
+        if node is wanted:
+            return True
+        seen.add(node)
+        left += [before for before, _ in node.next_functions if before is not None and before not in seen]
+    return False
 
 
 def reward_loss(rewards: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from trimtab_diffusion.training.sampling import (
 )
 from trimtab_diffusion.trajectories import Trajectories
 
-from .algorithm import first_step, latents_with_gradient, redrawn_latents, reward_loss, update
+from .algorithm import depends_on, first_step, latents_with_gradient, redrawn_latents, reward_loss, update
 from .config import WITHOUT_EFFECT, AlignPropConfig
 
 
@@ -145,14 +145,15 @@ class AlignPropTrainer(PipelineTrainer):
             prompt_image_pairs: images, prompts and prompt_metadata, as `draw` returns them.
 
         Raises:
-            RewardError: the reward function returns no tensor with a gradient, or not one finite number per image.
+            RewardError: the reward function returns no tensor that depends on the images differentiably, or not one
+                finite number per image.
         """
         with reward_limit(self.config.reward_timeout):
             result = self.reward_fn(*(prompt_image_pairs[name] for name in ("images", "prompts", "prompt_metadata")))
         rewards_of(result, prompt_image_pairs["prompts"], "reward_function")
         rewards = result[0] if isinstance(result, tuple) else result
-        if not (isinstance(rewards, Tensor) and rewards.requires_grad):
-            kind = f"a {type(rewards).__name__}" + " without a gradient" * isinstance(rewards, Tensor)
+        if not (isinstance(rewards, Tensor) and depends_on(rewards, prompt_image_pairs["images"])):
+            kind = f"a {type(rewards).__name__}" + " without a gradient to the images" * isinstance(rewards, Tensor)
             raise RewardError(
                 f"reward_function returned {kind}. AlignProp needs a tensor that depends differentiably on the images: "
                 "compute it from them in torch, without no_grad, detach or numpy. For other rewards use DDPOTrainer."
