@@ -143,6 +143,13 @@ def test_gradients_of_rewards(kind: str, precision: str, use_lora: bool, setting
     resumes(kind, tmp_path, by_gradient, use_lora=use_lora, mixed_precision=precision, **settings)
 
 
+def test_a_differentiable_reward_on_another_device(tmp_path: Path):
+    trained = by_gradient("sd", tmp_path, use_lora=True, mixed_precision="no")
+    trained.reward_fn = lambda images, *_: images.cpu().mean((1, 2, 3))
+    stats = trained.train(1)[0]
+    assert stats["grad_norm"] > 0
+
+
 @pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["sd", "sd3"])

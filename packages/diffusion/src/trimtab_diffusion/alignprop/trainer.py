@@ -158,7 +158,7 @@ class AlignPropTrainer(PipelineTrainer):
                 f"reward_function returned {kind}. AlignProp needs a tensor that depends differentiably on the images: "
                 "compute it from them in torch, without no_grad, detach or numpy. For other rewards use DDPOTrainer."
             )
-        return rewards.flatten()
+        return rewards.flatten().to(self.accelerator.device)  # a large reward model may be on another
 
     def calculate_loss(self, rewards: Tensor) -> Tensor:
         """The loss of rewards [B], which are differentiable; a mean."""
