@@ -32,6 +32,7 @@ from trimtab_diffusion import (
     DefaultDDPOStableDiffusionPipeline,
     pipelines,
 )
+from trimtab_diffusion.lora import add_lora
 from trimtab_diffusion.pipelines import trainable_scheduler
 from trimtab_diffusion.trajectories import sampled_pairs
 
@@ -226,6 +227,17 @@ def test_adapters_are_float32_on_a_denoiser_that_is_not():
     for name, weight in pipeline.unet.named_parameters():
         assert weight.requires_grad is ("lora_" in name)
         assert weight.dtype is (torch.float32 if "lora_" in name else torch.bfloat16), name
+
+
+def test_whole_weights_below_adapters_are_refused_until_these_are_merged():
+    stock = tiny.stable_diffusion()
+    add_lora(stock.unet, rank=2)
+    with pytest.raises(ValueError, match=r"adapters on unet.*use_lora=True.*fuse_lora\(\)"):
+        DDPOStableDiffusionPipeline(stock)
+    stock.fuse_lora()
+    stock.unload_lora_weights()
+    names = {name for name, _ in DDPOStableDiffusionPipeline(stock).denoiser.named_parameters()}
+    assert names == {name for name, _ in tiny.unet().named_parameters()}
 
 
 def test_the_safety_checker_is_switched_off_and_that_is_said():

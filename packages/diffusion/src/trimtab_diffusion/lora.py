@@ -35,7 +35,7 @@ def add_lora(denoiser: PeftAdapterMixin, *, rank: int) -> None:
         ValueError: several adapters are active.
     """
     module = cast(nn.Module, denoiser).requires_grad_(False)
-    if _has_adapters(denoiser):
+    if has_adapters(denoiser):
         active = denoiser.active_adapters()
         if len(active) != 1:
             raise ValueError(
@@ -71,7 +71,7 @@ def save_lora(pipeline: Any, folder: str | Path, denoiser_weights: Mapping[str, 
     layers: dict[str, Any] = {}
     for name in (denoiser_name(pipeline), "text_encoder", "text_encoder_2"):
         part = pipeline.components.get(name)
-        if _has_adapters(part):
+        if has_adapters(part):
             adapter = part.active_adapters()[0]
             full = denoiser_weights if name == denoiser_name(pipeline) else None
             weights = get_peft_model_state_dict(part, state_dict=full, adapter_name=adapter)
@@ -123,6 +123,6 @@ def base_of_lora(file: Path) -> str:
     return named[0]
 
 
-def _has_adapters(part: object) -> bool:
+def has_adapters(part: object) -> bool:
     """Whether a part of a pipeline has adapters; PEFT sets the attribute with the first."""
     return bool(getattr(part, "peft_config", None))

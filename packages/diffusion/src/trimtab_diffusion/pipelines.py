@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_common.overrides import replaced
-from trimtab_diffusion.lora import LORA_FILE, add_lora, base_of_lora, save_lora, stored_file, without_lora
+from trimtab_diffusion.lora import LORA_FILE, add_lora, base_of_lora, has_adapters, save_lora, stored_file, without_lora
 from trimtab_diffusion.recorder import Finish, denoiser_name, record
 from trimtab_diffusion.steps import Scheduler, Steps, gaussian_logprob, gaussian_sample
 from trimtab_diffusion.trajectories import Schedule, Trajectories
@@ -67,7 +67,7 @@ class DDPOStableDiffusionPipeline:
         pipeline: Stable Diffusion 1.x to 3.x, SDXL, ControlNet, Flux, Qwen-Image, Wan, or another whose denoiser (unet
             or transformer) is called once a step, or once with the prompt and then once without.
         use_lora: whether to train adapters instead of all weights: those that the denoiser has
-            (`pipeline.load_lora_weights`), or new ones.
+            (`pipeline.load_lora_weights`), or new ones. Without it a pipeline with adapters is refused.
         lora_rank: the rank of new adapters.
         call_kwargs: more arguments of every call of the pipeline, such as height and width, or a ControlNet's image.
 
@@ -95,6 +95,13 @@ class DDPOStableDiffusionPipeline:
         self.use_lora = use_lora
         self.schedule: Schedule | None = None
         self.name = denoiser_name(pipeline)
+        adapted = [name for name, part in self.sd_pipeline.components.items() if has_adapters(part)]
+        if adapted and not use_lora:
+            raise ValueError(
+                f"The pipeline has adapters on {', '.join(adapted)}, and use_lora=False trains and saves whole weights. "
+                "Pass DDPOStableDiffusionPipeline(pipeline, use_lora=True) to train adapters, or merge these before: "
+                "pipeline.fuse_lora(); pipeline.unload_lora_weights()."
+            )
         takes_both = "true_cfg_scale" in inspect.signature(type(pipeline).__call__).parameters
         is_embedded = not takes_both or self.denoiser.config.guidance_embeds
         self.guidance_argument = "guidance_scale" if is_embedded else "true_cfg_scale"
