@@ -415,6 +415,13 @@ def test_the_penalty_keeps_the_policy_near(tmp_path: Path, use_lora: bool):
     assert start.last_stats["objective/kl"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.filterwarnings("error:.*the reference is not the policy")
+def test_the_reference_of_trained_adapters_has_them_as_they_were(tmp_path: Path):
+    pipeline = tiny.with_trained_adapters(tiny.stable_diffusion())
+    ddpo = trained(tmp_path, 1, pipeline=pipeline, use_lora=True, init_kl_coef=0.1, **ONE_UPDATE)
+    assert ddpo.last_stats["objective/kl"] == pytest.approx(0, abs=1e-6)
+
+
 def test_the_adaptive_controller_moves(tmp_path: Path):
     """It moves by at most 20 % of 8 images over a horizon of 16; the KL of the first update is 0."""
     ddpo = trainer(

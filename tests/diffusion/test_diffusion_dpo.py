@@ -141,6 +141,21 @@ def test_adapters_leave_no_copy_to_take_from_the_device(tmp_path: Path):
         trainer(tmp_path, use_lora=True, precompute_ref_errors=True)
 
 
+def test_the_reference_of_trained_adapters_has_them_as_they_were(tmp_path: Path):
+    pipeline = tiny.with_trained_adapters(tiny.stable_diffusion())
+    before = {name: weight.detach().clone() for name, weight in pipeline.unet.named_parameters()}
+    trained = trainer(tmp_path, pipeline, use_lora=True, train_batch_size=8, train_learning_rate=1e-2)
+    trained.step(0, 0)
+    assert trained.last_stats["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    with trained.reference() as frozen:
+        assert all(torch.equal(weight, before[name]) for name, weight in frozen.named_parameters())
+        shared = {weight.data_ptr() for weight in frozen.parameters()} & {
+            weight.data_ptr() for weight in trained.model.parameters()
+        }
+    assert len(shared) == sum("lora_" not in name for name in before)
+    assert any(not torch.equal(weight, before[name]) for name, weight in pipeline.unet.named_parameters())
+
+
 def test_an_epoch_takes_each_pair_once_in_a_new_order(tmp_path: Path):
     with pytest.warns(UserWarning, match="leaves out 2 of 8 pairs"):
         trained = trainer(tmp_path, train_batch_size=3)

@@ -219,6 +219,14 @@ def test_rewards_rise(kind: str, tmp_path: Path):
     assert reward().mean() > before.mean() + before.std()
 
 
+def test_the_reference_of_trained_adapters_has_them_as_they_were(tmp_path: Path):
+    trained = trainer(tmp_path, tiny.with_trained_adapters(tiny.stable_diffusion()), use_lora=True, kl_coef=0.1)
+    trained.step(0, 0)
+    assert trained.last_stats["objective/kl"] == pytest.approx(0, abs=1e-9)
+    trained.step(1, trained.global_step)
+    assert trained.last_stats["objective/kl"] > 1e-6
+
+
 def test_it_trains_with_guidance_and_noise(tmp_path: Path):
     trained = trainer(tmp_path, sample_guidance_scale=3.0, sample_eta=0.7)
     path = trained.draw(0).path

@@ -19,6 +19,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
+from peft import LoraConfig
 from transformers import (
     CLIPConfig,
     CLIPImageProcessor,
@@ -245,6 +246,13 @@ def controlnet(
         )
         image = torch.rand(1, 3, 2 * SIZE, 2 * SIZE)
     return quiet(pipeline, dtype), image
+
+
+def with_trained_adapters(pipeline: Any) -> Any:
+    """Adds adapters that change the unet, as `load_lora_weights` does."""
+    with from_seed(2):
+        pipeline.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    return pipeline
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -21,6 +21,7 @@ from trimtab_common.run import Run
 from trimtab_common.run_record import RunRecord
 from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
+from trimtab_diffusion.lora import adapters_are_zero
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from .config import PipelineConfig
@@ -180,7 +181,9 @@ def run_of(
 def reference_of(
     pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator, *, rests_on_cpu: bool = False
 ) -> Reference:
-    """The denoiser as it is before training: without its adapters, or a frozen copy.
+    """The denoiser as it is before training: without its new adapters, or a frozen copy.
+
+    Beside trained adapters the copy shares the other weights with the denoiser, unless processes divide them.
 
     Args:
         pipeline: with the denoiser.
@@ -194,15 +197,18 @@ def reference_of(
         raise ValueError(
             "precompute_ref_errors=True takes a frozen copy of the denoiser from the device. "
             + (
-                "Adapters need none: the reference is the denoiser without them."
+                "Adapters need none: the reference shares the other weights with the denoiser."
                 if pipeline.use_lora
                 else f"Under {accelerator.distributed_type.value} no process has a whole one."
             )
             + " Leave it out."
         )
-    if pipeline.use_lora:
+    if pipeline.use_lora and adapters_are_zero(pipeline.denoiser):
         return pipeline.reference
-    frozen = copy.deepcopy(pipeline.denoiser).requires_grad_(False)
+    shares = pipeline.use_lora and not divides_weights(accelerator)
+    weights = pipeline.denoiser.parameters()
+    shared = {id(weight): weight for weight in weights if shares and not weight.requires_grad}
+    frozen = copy.deepcopy(pipeline.denoiser, shared).requires_grad_(False)
     if divides_weights(accelerator):
         prepared = prepared_for_inference(frozen, accelerator)
         return_float32(prepared, accelerator)
