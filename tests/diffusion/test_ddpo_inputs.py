@@ -74,6 +74,8 @@ def weights(one: DDPOTrainer) -> torch.Tensor:
         ({"trajectory_dtype": "int8"}, "'int8' is none of None, float32, float16, bfloat16"),
         ({"log_with": "comet"}, "'comet' is not a tracker.*one of .*comet_ml.*wandb.*none"),
         ({"group_size": 2, "per_prompt_stat_tracking": True}, "two measures"),
+        ({"estimator": "rwr", "per_prompt_stat_tracking": True}, "estimator='rwr' has weights.*tracking=False"),
+        ({"estimator": "rwr_sparse", "per_prompt_stat_tracking": True}, "estimator='rwr_sparse' has weights"),
         ({"per_prompt_stat_tracking_min_count": 17}, "17 rewards never fit into a buffer of 16"),
         ({"init_kl_coef": 0.1, "estimator": "rwr"}, "reward-weighted regression has none"),
         ({"adap_kl_ctrl": True}, "start above it"),

@@ -1,6 +1,7 @@
 """DDPOTrainer's promises on tiny pipelines, tested from outside."""
 
 import random
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from tests.diffusion import tiny
-from tests.diffusion.run_ddpo_distributed import KINDS, brightness, trainer, weights
+from tests.diffusion.run_ddpo_distributed import KINDS, Turns, brightness, trainer, weights
 from tests.marks import slow_but
 from torch import Tensor
 
@@ -158,6 +159,25 @@ def test_regression_learns_its_samples(tmp_path: Path, monkeypatch, estimator: s
     assert "selfcheck/nats" not in ddpo.last_stats
     third = len(losses) // 3
     assert sum(losses[-third:]) < 0.95 * sum(losses[:third])
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [({}, True), ({"group_size": 2}, False), ({"rwr_beta": 0}, False), ({"estimator": "rwr_sparse"}, False)],
+)
+def test_regression_on_one_sample_per_prompt_warns_in_the_first_epoch(
+    tmp_path: Path, settings: dict[str, Any], warns: bool
+):
+    prompts = Turns([f"cat {number}" for number in range(16)])
+    ddpo = trainer(str(tmp_path), prompt_function=prompts, **{"estimator": "rwr"} | settings)
+    said = []
+    for epoch in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ddpo.step(epoch, ddpo.global_step)
+        said.append([str(each.message) for each in caught if "occur once" in str(each.message)])
+    assert [len(each) for each in said] == [int(warns), 0]
+    assert not warns or re.search("^8 of 8 prompts occur once.*Set group_size", said[0][0])
 
 
 # ------------------------------------------------------------------ rewards

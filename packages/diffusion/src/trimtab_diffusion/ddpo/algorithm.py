@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -44,6 +45,18 @@ def advantages_of(rewards: Tensor, prompts: Tensor, config: DDPOConfig) -> Tenso
     size = config.group_size if config.group_size > 1 else len(rewards)
     scaled = group_whitened if config.scale_rewards == "group" else batch_scaled
     return scaled(rewards, torch.arange(len(rewards)) // size, correction=0)
+
+
+def warn_of_single_samples(prompts: Tensor) -> None:
+    """Warns where most prompts [B], equal numbers for equal ones, occur once: `rwr_weights` are 1 there."""
+    _, counts = prompts.unique(return_counts=True)
+    if (single := int((counts == 1).sum())) > len(counts) / 2:
+        warnings.warn(
+            f"{single} of {len(counts)} prompts occur once in the first epoch, and estimator='rwr' weighs samples of "
+            "one prompt against each other: these train with the weight 1, whatever their reward. Set group_size to "
+            "the samples per prompt, 2 or more, or use fewer prompts.",
+            stacklevel=4,
+        )
 
 
 def window_of(config: DDPOConfig, epoch: int) -> tuple[int, int] | None:

@@ -142,6 +142,11 @@ class DDPOConfig(shared.SamplingConfig):
             )
         if self.group_size > 1 and self.per_prompt_stat_tracking:
             raise ValueError("group_size above 1 and per_prompt_stat_tracking are two measures of a reward: use one.")
+        if self.is_regression and self.per_prompt_stat_tracking:
+            raise ValueError(
+                f"per_prompt_stat_tracking gives advantages, and estimator={self.estimator!r} has weights of its own. "
+                "Set per_prompt_stat_tracking=False, or estimator='is'."
+            )
         if self.scale_rewards == "batch" and (self.per_prompt_stat_tracking or self.is_regression):
             raise ValueError(
                 "scale_rewards='batch' scales advantages over groups or the epoch; per_prompt_stat_tracking and "

@@ -34,7 +34,7 @@ from trimtab_diffusion.training.sampling import (
 from trimtab_diffusion.training.setup import reference_of
 from trimtab_diffusion.trajectories import Trajectories, noised_pairs, sampled_pairs
 
-from .algorithm import Losses, advantages_of, update, window_of
+from .algorithm import Losses, advantages_of, update, warn_of_single_samples, window_of
 from .config import HELD, WITHOUT_EFFECT, DDPOConfig
 from .loss import denoising_loss, score_function_loss
 from .sampling import Batches, Samples, checked_prompts, schedule_of, score, without_noise
@@ -212,7 +212,9 @@ class DDPOTrainer(PipelineTrainer):
             [B], float32.
         """
         every, limit = of_all_processes(prompts, rewards), self.config.train_adv_clip_max
-        if self.prompt_stats is not None and not self.config.is_regression:
+        if self.config.estimator == "rwr" and self.config.rwr_beta and not self.global_step:
+            warn_of_single_samples(every.numbers)
+        if self.prompt_stats is not None:
             advantages = self.prompt_stats.update(every.prompts, every.rewards)
         else:
             advantages = advantages_of(every.rewards, every.numbers, self.config)
