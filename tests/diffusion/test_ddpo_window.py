@@ -96,3 +96,25 @@ def test_the_window_alone_trains(kind: str, tmp_path: Path):
 def test_a_window_larger_than_the_schedule_is_refused():
     with pytest.raises(ValueError, match="sample_window=7 is more than sample_num_steps=6"):
         DDPOConfig(sample_num_steps=6, sample_window=7, mixed_precision="no")
+
+
+def test_a_window_that_will_leave_the_noise_is_refused_in_the_first_epoch(tmp_path: Path):
+    pipeline = tiny.stable_diffusion(scheduler=tiny.ddim(set_alpha_to_one=True))  # the last step has no noise
+    ddpo = trainer(str(tmp_path), pipeline, **SIZES | {"sample_window": 1})
+    before = weights(ddpo)
+    with pytest.raises(ValueError, match=r"would move to step 6 of 6.*Set sample_window=2 or more"):
+        ddpo.step(0, 0)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(ddpo).items())
+    for settings in ({"sample_window": 2}, {"sample_window": 1, "sample_window_interval": 0}):
+        allowed = trainer(str(tmp_path), pipeline, **SIZES | settings)
+        assert allowed.step(0, 0) == 1
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(1.0, 2), (0.5, 2), (0.2, 1)])
+def test_at_most_the_steps_of_the_window_train(fraction: float, count: int, tmp_path: Path):
+    ddpo, seen = trainer(str(tmp_path), train_timestep_fraction=fraction, **SIZES), []
+    usual = ddpo.calculate_loss
+    ddpo.calculate_loss = lambda latents, times, *rest: (seen.extend(times), usual(latents, times, *rest))[1]
+    ddpo.step(0, 0)
+    assert ddpo.num_train_timesteps == count
+    assert len(seen) == 8 * count

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trimtab_common.formulas.advantages import batch_scaled, group_whitened
 from trimtab_common.stats import Mean, Stats
+from trimtab_diffusion.steps import Steps
 from trimtab_diffusion.training.optimizing import Updates
 from trimtab_diffusion.trajectories import Pairs
 
@@ -70,6 +72,23 @@ def window_of(config: DDPOConfig, epoch: int) -> tuple[int, int] | None:
     interval = config.sample_window_interval
     first = epoch // interval % (config.sample_num_steps - size + 1) if interval else 0
     return first, first + size
+
+
+def check_windows(config: DDPOConfig, steps: Steps) -> None:
+    """ValueError if the window will move to where no step has noise; `steps` are those of any epoch."""
+    noisy, size = replace(steps, window=None).is_random, config.sample_window
+
+    def silent(size: int) -> list[int]:
+        return [first for first in range(len(noisy) - size + 1) if not noisy[first : first + size].any()]
+
+    if size and config.sample_window_interval and noisy.any() and (found := silent(size)):
+        enough = next(larger for larger in range(size + 1, len(noisy) + 1) if not silent(larger))
+        raise ValueError(
+            f"sample_window={size} would move to step {found[0] + 1} of {len(noisy)}, from which on {size} of the "
+            f"schedule's steps have no noise: nothing would train there. Set sample_window={enough} or more, "
+            "sample_window_interval=0, or a scheduler whose every step has noise (DDIM: set_alpha_to_one=False and "
+            "steps_offset=1)."
+        )
 
 
 def update(

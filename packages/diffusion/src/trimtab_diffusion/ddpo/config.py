@@ -28,7 +28,10 @@ class DDPOConfig(shared.SamplingConfig):
     train_cfg: bool = setting("Train with guidance, with which images are sampled.", default=True)
     train_adv_clip_max: Positive = setting("Clip advantages to +- this.", default=5)
     train_clip_range: Positive = setting("Clip the ratio per dimension of the latents to 1 +- this.", default=1e-4)
-    train_timestep_fraction: Share = setting("Share of a sample's steps, at random, that trains.", default=1.0)
+    train_timestep_fraction: Share = setting(
+        "Share of all of a sample's steps, at random, that trains; with sample_window at most the window's steps.",
+        default=1.0,
+    )
     per_prompt_stat_tracking: bool = setting("Advantages relative to the prompt's earlier rewards.", default=False)
     per_prompt_stat_tracking_buffer_size: Count = setting("Rewards stored of each prompt.", default=16)
     per_prompt_stat_tracking_min_count: Count = setting("Rewards that a prompt needs; else the epoch's.", default=16)
@@ -79,8 +82,9 @@ class DDPOConfig(shared.SamplingConfig):
 
     @property
     def trained_steps(self) -> int:
-        """Trained steps per sample."""
-        return int(self.sample_num_steps * self.train_timestep_fraction + 1e-9)
+        """Trained steps per sample, where as many have noise."""
+        share = int(self.sample_num_steps * self.train_timestep_fraction + 1e-9)
+        return min(share, self.sample_window or share)
 
     @property
     def is_regression(self) -> bool:

@@ -12,6 +12,7 @@ from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
 from trimtab_diffusion.training.setup import Reference
 from trimtab_diffusion.trajectories import Trajectories, sampled_pairs
 
+from .algorithm import check_windows
 from .config import DDPOConfig
 
 
@@ -38,7 +39,9 @@ def check_first(
     Raises:
         ReplayError: the mean difference is above a tenth of the clip range, where all is computed and kept in float32.
             Elsewhere kernels round, and this is a warning.
+        ValueError: the window will move to where no step has noise.
     """
+    check_windows(config, path.schedule.steps)
     is_random = path.schedule.steps.is_random
     steps = is_random.nonzero().flatten()
     window = slice(*(path.schedule.steps.window or (None,)))

@@ -329,5 +329,5 @@ class DDPOTrainer(PipelineTrainer):
 
     @property
     def num_train_timesteps(self) -> int:
-        """Trained steps per sample."""
+        """Trained steps per sample, where as many have noise."""
         return self.config.trained_steps
