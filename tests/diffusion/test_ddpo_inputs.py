@@ -67,6 +67,9 @@ def weights(one: DDPOTrainer) -> torch.Tensor:
         ({"sample_num_steps": 4, "train_timestep_fraction": 0.2}, "less than one step.*at least 0.25"),
         ({"train_timestep_fraction": 1.5}, "above 0 and up to 1"),
         ({"train_cfg": False, "sample_guidance_scale": 5.0}, "one policy and train another.*sample_guidance_scale=1"),
+        ({"negative_prompts": "dull"}, "'dull' needs guidance, and sample_guidance_scale=1.0 is none.*above 1"),
+        ({"sample_guidance_scale": float("nan")}, "sample_guidance_scale=nan must be a finite number"),
+        ({"sample_guidance_scale": float("inf")}, "sample_guidance_scale=inf must be a finite number"),
         ({"estimator": "sf", "train_batch_size": 1}, r"makes 4 updates per epoch.*= 4 and train_num_inner_epochs=1"),
         ({"estimator": "sf", "train_batch_size": 4, "train_num_inner_epochs": 2}, "makes 2 updates per epoch"),
         ({"estimator": "reinforce"}, "'reinforce' is none of is, sf, rwr, rwr_sparse"),
@@ -146,13 +149,13 @@ def test_the_flags_of_both_parsers():
         "--negative_prompts",
         "dull",
         "--sample_guidance_scale",
-        "1",
+        "2",
     ]
     [ours] = parse_config(DDPOConfig, argv=words)
     [theirs] = HfArgumentParser(DDPOConfig).parse_args_into_dataclasses(words)
     assert ours == theirs
     assert (ours.num_epochs, ours.train_clip_range, ours.per_prompt_stat_tracking) == (3, 1e-3, True)
-    assert (ours.log_with, ours.negative_prompts, ours.is_guided) == ("wandb", "dull", False)
+    assert (ours.log_with, ours.negative_prompts, ours.is_guided) == ("wandb", "dull", True)
     for parsed in (parse_config(DDPOConfig, argv=[])[0], *HfArgumentParser(DDPOConfig).parse_args_into_dataclasses([])):
         assert parsed == DDPOConfig()
 

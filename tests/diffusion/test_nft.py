@@ -282,6 +282,8 @@ def test_bf16_trains(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"sample_guidance_scale": float("inf")}, "sample_guidance_scale=inf must be a finite number"),
+        ({"negative_prompts": "dull"}, "needs guidance, and sample_guidance_scale=1.0 is none"),
         ({"train_batch_size": 7}, "48 samples of an epoch.*updates of 42"),
         ({"group_size": 1}, "group_size=1: rewards are compared within a prompt"),
         ({"group_size": 5}, "group_size=5.*divisor of an epoch's 48"),

@@ -18,6 +18,7 @@ from diffusers import (
     KarrasVeScheduler,
     LMSDiscreteScheduler,
     PNDMScheduler,
+    StableDiffusionPipeline,
     UniPCMultistepScheduler,
 )
 from tests.diffusion import tiny
@@ -257,6 +258,24 @@ def test_any_diffusers_pipeline_can_be_handed_to_the_trainer():
     assert isinstance(trainer.sd_pipeline, DDPOStableDiffusionPipeline)
     assert not trainer.sd_pipeline.use_lora
     assert {name.partition(".")[0] for name in changed(stock.unet, before)} > {"conv_in", "mid_block", "conv_out"}
+
+
+class Distilled(StableDiffusionPipeline):
+    """Takes no negative prompt, and guidance as `true_cfg_scale`; its denoiser says nothing of embedded guidance."""
+
+    def __call__(self, prompt: Any = None, *, true_cfg_scale: float = 1.0, **kwargs: Any) -> Any:
+        assert "negative_prompt" not in kwargs
+        return super().__call__(prompt, guidance_scale=true_cfg_scale, **kwargs)
+
+
+def test_a_pipeline_without_negative_prompts_trains_with_guidance_and_refuses_them():
+    stock = Distilled(**tiny.stable_diffusion().components, requires_safety_checker=False)
+    stock.set_progress_bar_config(disable=True)
+    trainer = trained_with(stock, sample_guidance_scale=3.0)
+    assert trainer.sd_pipeline.guidance_argument == "true_cfg_scale"
+    assert trainer.sd_pipeline.schedule.guidance == 3.0
+    with pytest.raises(ValueError, match="negative_prompts='dull' came, and Distilled takes no negative prompt"):
+        trained_with(stock, negative_prompts="dull")
 
 
 def test_a_controlnet_pipeline_trains_on_its_image():

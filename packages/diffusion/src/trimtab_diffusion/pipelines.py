@@ -78,6 +78,7 @@ class DDPOStableDiffusionPipeline:
         schedule: the schedule of the last call; None before the first.
         guidance_argument: the pipeline's argument for the scale of guidance: of its embedded guidance, or else
             classifier-free.
+        takes_negative_prompt: whether the pipeline has such an argument.
     """
 
     def __init__(
@@ -102,8 +103,9 @@ class DDPOStableDiffusionPipeline:
                 "Pass DDPOStableDiffusionPipeline(pipeline, use_lora=True) to train adapters, or merge these before: "
                 "pipeline.fuse_lora(); pipeline.unload_lora_weights()."
             )
-        takes_both = "true_cfg_scale" in inspect.signature(type(pipeline).__call__).parameters
-        is_embedded = not takes_both or self.denoiser.config.guidance_embeds
+        arguments = inspect.signature(type(pipeline).__call__).parameters
+        self.takes_negative_prompt = "negative_prompt" in arguments
+        is_embedded = "true_cfg_scale" not in arguments or self.denoiser.config.get("guidance_embeds")
         self.guidance_argument = "guidance_scale" if is_embedded else "true_cfg_scale"
         self.kind: Any = type(self.denoiser)  # FSDP gives its modules classes of their own
         self.sd_pipeline.scheduler = trainable_scheduler(self.sd_pipeline.scheduler)

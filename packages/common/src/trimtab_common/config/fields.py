@@ -25,6 +25,7 @@ class Range:
 
 Count = Annotated[int, Range("a whole number of at least 1", lambda value: value >= 1 and value % 1 == 0)]
 CountFromZero = Annotated[int, Range("a whole number, 0 or above", lambda value: value >= 0 and value % 1 == 0)]
+Finite = Annotated[float, Range("a finite number", math.isfinite)]
 Positive = Annotated[float, Range("a finite number above 0", lambda value: math.isfinite(value) and value > 0)]
 NotNegative = Annotated[float, Range("a finite number, 0 or above", lambda value: math.isfinite(value) and value >= 0)]
 Share = Annotated[float, Range("a number above 0 and up to 1", lambda value: 0 < value <= 1)]

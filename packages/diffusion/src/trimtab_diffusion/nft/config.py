@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trimtab_common.config import Count, CountFromZero, Decay, NotNegative, Positive, Share, setting
+from trimtab_common.config import Count, CountFromZero, Decay, Finite, NotNegative, Positive, Share, setting
 from trimtab_diffusion.training import config as shared
 
 WITHOUT_EFFECT = shared.WITHOUT_EFFECT
@@ -21,7 +21,7 @@ class DiffusionNFTConfig(shared.SamplingConfig):
     sample_eta: NotNegative = setting(
         "Noise of the steps: DDIM's eta; for flow matching the a of Flow-GRPO. 0: an ODE.", default=0.0
     )
-    sample_guidance_scale: float = setting(
+    sample_guidance_scale: Finite = setting(
         "Scale of guidance, classifier-free unless embedded, in sampling and training; 1: none.", default=1.0
     )
     train_batch_size: Count = setting("(sample, noise level) pairs of a backward pass.", default=8)

@@ -25,9 +25,9 @@ from trimtab_diffusion.lora import base_name
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from . import setup
-from .config import PipelineConfig
+from .config import PipelineConfig, SamplingConfig
 from .optimizing import optimizer_of, warmup
-from .sampling import PromptFunction, RewardFunction
+from .sampling import PromptFunction, RewardFunction, check_negative_prompts
 
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
 EVALUATION = 2**32 - 1  # the draw of an evaluation, which no epoch has
@@ -72,6 +72,8 @@ class PipelineTrainer:
         self.config = replace(config)
         if not isinstance(sd_pipeline, DDPOStableDiffusionPipeline):
             sd_pipeline = DDPOStableDiffusionPipeline(sd_pipeline)
+        if isinstance(config, SamplingConfig):
+            check_negative_prompts(sd_pipeline, config)
         self.sd_pipeline = sd_pipeline
         self.accelerator = setup.accelerator_of(config)
         setup.place(config, sd_pipeline, self.accelerator)

@@ -7,6 +7,7 @@ from trimtab_common.config import (
     Count,
     CountFromZero,
     Decay,
+    Finite,
     NotNegative,
     Positive,
     check_ranges,
@@ -100,9 +101,17 @@ class SamplingConfig(PipelineConfig):
 
     sample_num_steps: Count = setting("Denoising steps of a sample.", default=50)
     sample_eta: Positive = setting("Noise of the steps: DDIM's eta; for flow matching the a of Flow-GRPO.", default=1.0)
-    sample_guidance_scale: float = setting("Scale of guidance, classifier-free unless embedded; 1: none.", default=5.0)
+    sample_guidance_scale: Finite = setting("Scale of guidance, classifier-free unless embedded; 1: none.", default=5.0)
     negative_prompts: str | None = setting("The prompt that guidance leads away from.", default="")
     reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.negative_prompts and not self.is_guided:
+            raise ValueError(
+                f"negative_prompts={self.negative_prompts!r} needs guidance, and sample_guidance_scale="
+                f"{self.sample_guidance_scale} is none. Set a scale above 1, or leave negative_prompts empty."
+            )
 
     @property
     def is_guided(self) -> bool:

@@ -57,7 +57,17 @@ def checked_prompt(prompt: Any, source: str) -> tuple[str, Any]:
 def guidance_of(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig, count: int) -> dict[str, Any]:
     """The arguments by which a call of the pipeline on `count` prompts is guided."""
     scale = {pipeline.guidance_argument: config.sample_guidance_scale}
-    return scale | ({"negative_prompt": [config.negative_prompts or ""] * count} if config.is_guided else {})
+    has_negative = config.is_guided and pipeline.takes_negative_prompt
+    return scale | ({"negative_prompt": [config.negative_prompts or ""] * count} if has_negative else {})
+
+
+def check_negative_prompts(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig) -> None:
+    """ValueError where a config has a negative prompt that its pipeline does not take."""
+    if config.negative_prompts and not pipeline.takes_negative_prompt:
+        raise ValueError(
+            f"negative_prompts={config.negative_prompts!r} came, and {type(pipeline.sd_pipeline).__name__} takes no "
+            "negative prompt. Leave negative_prompts empty."
+        )
 
 
 class Everyones(NamedTuple):
