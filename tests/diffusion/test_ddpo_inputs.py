@@ -306,6 +306,23 @@ def test_more_noise_than_ddim_has_is_refused():
         trainer(sample_eta=1.5).step(0, 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_inference_steps", 9),
+        ("output_type", "latent"),
+        ("eta", 0.5),
+        ("guidance_scale", 2.0),
+        ("negative_prompt", "dull"),
+        ("prompt", "a dog"),
+    ],
+)
+def test_arguments_of_the_trainer_are_refused_in_call_kwargs(name: str, value: Any):
+    wrapped = DDPOStableDiffusionPipeline(tiny.stable_diffusion(), call_kwargs={name: value})
+    with pytest.raises(ValueError, match=f"call_kwargs has {name}, which the trainer passes itself.*sample_num_steps"):
+        trainer(pipeline=wrapped, sample_guidance_scale=3.0)
+
+
 def test_calculate_loss_refuses_a_timestep_that_is_not_of_the_schedule():
     with pytest.raises(ValueError, match=r"Timesteps \[7\] came"):
         trainer().calculate_loss(torch.zeros(1, 4, 8, 8), torch.tensor([7]), *[torch.zeros(1)] * 4)

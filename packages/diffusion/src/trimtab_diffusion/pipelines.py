@@ -69,7 +69,8 @@ class DDPOStableDiffusionPipeline:
         use_lora: whether to train adapters instead of all weights: those that the denoiser has
             (`pipeline.load_lora_weights`), or new ones. Without it a pipeline with adapters is refused.
         lora_rank: the rank of new adapters.
-        call_kwargs: more arguments of every call of the pipeline, such as height and width, or a ControlNet's image.
+        call_kwargs: more arguments of every call of the pipeline, such as height and width, or a ControlNet's image;
+            trainers refuse those that they pass, such as num_inference_steps.
 
     Raises:
         TypeError: a subclass replaces `scheduler_step` or `autocast`, which no trainer calls.

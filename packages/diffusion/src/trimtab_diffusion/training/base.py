@@ -27,7 +27,7 @@ from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from . import setup
 from .config import PipelineConfig, SamplingConfig
 from .optimizing import optimizer_of, warmup
-from .sampling import PromptFunction, RewardFunction, check_negative_prompts
+from .sampling import PromptFunction, RewardFunction, check_call
 
 SAMPLE, TRAIN = 0, 1  # what random numbers are for
 EVALUATION = 2**32 - 1  # the draw of an evaluation, which no epoch has
@@ -73,7 +73,7 @@ class PipelineTrainer:
         if not isinstance(sd_pipeline, DDPOStableDiffusionPipeline):
             sd_pipeline = DDPOStableDiffusionPipeline(sd_pipeline)
         if isinstance(config, SamplingConfig):
-            check_negative_prompts(sd_pipeline, config)
+            check_call(sd_pipeline, config)
         self.sd_pipeline = sd_pipeline
         self.accelerator = setup.accelerator_of(config)
         setup.place(config, sd_pipeline, self.accelerator)

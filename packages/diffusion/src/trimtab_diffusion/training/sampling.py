@@ -61,8 +61,18 @@ def guidance_of(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig, c
     return scale | ({"negative_prompt": [config.negative_prompts or ""] * count} if has_negative else {})
 
 
-def check_negative_prompts(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig) -> None:
-    """ValueError where a config has a negative prompt that its pipeline does not take."""
+def check_call(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig) -> None:
+    """Checks the arguments with which a pipeline will be called.
+
+    Raises:
+        ValueError: its `call_kwargs` have arguments of the trainer, or it does not take the config's negative prompt.
+    """
+    passed = {"prompt", "generator", "num_inference_steps", "output_type", "return_dict", "eta"}
+    if clash := sorted(pipeline.call_kwargs.keys() & (passed | guidance_of(pipeline, config, 1).keys())):
+        raise ValueError(
+            f"call_kwargs has {', '.join(clash)}, which the trainer passes itself. Leave it out; steps, noise and "
+            "guidance are the config's sample_num_steps, sample_eta, sample_guidance_scale and negative_prompts."
+        )
     if config.negative_prompts and not pipeline.takes_negative_prompt:
         raise ValueError(
             f"negative_prompts={config.negative_prompts!r} came, and {type(pipeline.sd_pipeline).__name__} takes no "
