@@ -19,6 +19,7 @@ from trimtab_diffusion import (
     DDPOTrainer,
     DefaultDDPOStableDiffusionPipeline,
 )
+from trimtab_diffusion.training.sampling import rewards_of
 
 SMALL = {
     "mixed_precision": "no",
@@ -220,6 +221,15 @@ def test_unusable_rewards_train_nothing(reward, message, is_async):
         one.step(0, 0)
     assert torch.equal(weights(one), before)
     assert (one.global_step, one.first_epoch) == (0, 0)
+
+
+@pytest.mark.parametrize("number", [float, np.float32, torch.tensor], ids=["Python", "NumPy", "torch"])
+def test_a_tuple_of_two_numbers_is_rewards(number: Any):
+    rewards, metadata = rewards_of((number(0.25), number(0.5)), ["a", "b"], "reward_function")
+    assert (rewards.tolist(), metadata) == ([0.25, 0.5], {})
+    for whole in ([number(0.25), number(0.5)], torch.tensor([0.25, 0.5]), iter([0.25, 0.5])):
+        rewards, metadata = rewards_of((whole, {"judge": 2}), ["a", "b"], "reward_function")
+        assert (rewards.tolist(), metadata) == ([0.25, 0.5], {"judge": 2})
 
 
 def test_another_reward_that_is_unusable_is_named():

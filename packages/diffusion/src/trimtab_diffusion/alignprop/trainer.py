@@ -26,6 +26,7 @@ from trimtab_diffusion.training.sampling import (
     captioned,
     draw_prompts,
     guidance_of,
+    parted,
     rewards_of,
 )
 from trimtab_diffusion.trajectories import Trajectories
@@ -151,7 +152,7 @@ class AlignPropTrainer(PipelineTrainer):
         with reward_limit(self.config.reward_timeout):
             result = self.reward_fn(*(prompt_image_pairs[name] for name in ("images", "prompts", "prompt_metadata")))
         rewards_of(result, prompt_image_pairs["prompts"], "reward_function")
-        rewards = result[0] if isinstance(result, tuple) else result
+        rewards, _ = parted(result)
         if not (isinstance(rewards, Tensor) and depends_on(rewards, prompt_image_pairs["images"])):
             kind = f"a {type(rewards).__name__}" + " without a gradient to the images" * isinstance(rewards, Tensor)
             raise RewardError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from numbers import Number
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -116,9 +117,17 @@ def rewards_of(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, 
     Raises:
         RewardError: there is not one finite number per image.
     """
-    rewards, metadata = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    rewards, metadata = parted(result)
     items = [f"image {i} of a batch, prompt {prompt!r}" for i, prompt in enumerate(prompts)]
     return torch.tensor(checked_scores(rewards, items, source=f"What {name} returned")), metadata
+
+
+def parted(result: Any) -> tuple[Any, Any]:
+    """Parts a reward function's result into rewards and metadata, {} where there is none; a pair of numbers is rewards."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        return result, {}
+    is_number = isinstance(result[0], Number) or getattr(result[0], "shape", None) == ()
+    return (result, {}) if is_number else result
 
 
 def captioned(
