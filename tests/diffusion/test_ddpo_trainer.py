@@ -361,6 +361,19 @@ def test_bf16_trains(tmp_path: Path, kind: str, use_lora: bool, kl: float):
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("use_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["sd", "sd3"])
+def test_a_half_precision_pipeline_trains_without_mixed_precision(tmp_path: Path, kind: str, use_lora: bool):
+    pipeline = KINDS[kind](dtype=torch.bfloat16)
+    ddpo = trainer(str(tmp_path), pipeline, use_lora=use_lora, train_clip_range=1.0)
+    before = weights(ddpo)
+    ddpo.step(0, 0)
+    assert any(not torch.equal(weight, before[name]) for name, weight in weights(ddpo).items())
+    assert {weight.dtype for weight in before.values()} == {torch.float32}
+    assert pipeline.vae.dtype is pipeline.text_encoder.dtype is (torch.bfloat16 if use_lora else torch.float32)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize(("variable", "precision"), [("bf16", "bf16"), ("no", "no"), (None, "no")])
 def test_no_mixed_precision_of_the_config_means_that_of_the_launcher(tmp_path, monkeypatch, variable, precision):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)

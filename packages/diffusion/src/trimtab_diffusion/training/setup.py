@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,7 +60,10 @@ def accelerator_of(config: PipelineConfig) -> WeighingAccelerator:
 
 
 def place(config: PipelineConfig, pipeline: DDPOStableDiffusionPipeline, accelerator: Accelerator) -> None:
-    """Moves a pipeline to the accelerator: frozen weights in its precision, those that train in float32 at least."""
+    """Moves a pipeline to the accelerator: frozen weights in its precision, those that train in float32 at least.
+
+    Without mixed precision half-precision parts become float32 if the whole denoiser trains; beside adapters they stay.
+    """
     dtype, denoiser = DTYPES[accelerator.mixed_precision], pipeline.denoiser
     pipeline.set_progress_bar_config(disable=True)
     if config.train_gradient_checkpointing:
@@ -71,6 +75,8 @@ def place(config: PipelineConfig, pipeline: DDPOStableDiffusionPipeline, acceler
     for part in pipeline.sd_pipeline.components.values():
         if not isinstance(part, nn.Module):
             continue
+        if dtype == torch.float32 and not pipeline.use_lora:
+            to_float32(part)
         if part is not denoiser:
             part.to(accelerator.device, dtype if dtype != torch.float32 else None)
             continue
@@ -81,6 +87,13 @@ def place(config: PipelineConfig, pipeline: DDPOStableDiffusionPipeline, acceler
                 weight.data = weight.data if weight.dtype == torch.float64 else weight.data.float()
             elif dtype != torch.float32:
                 weight.data = weight.data.to(dtype)
+
+
+def to_float32(module: nn.Module) -> None:
+    """Casts half-precision weights and buffers to float32."""
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor.data = tensor.data.float()
 
 
 def to_channels_last(denoiser: nn.Module) -> None:
