@@ -18,6 +18,7 @@ from tests.processes import results_of_two
 from trimtab_diffusion import DDPOStableDiffusionPipeline, DiffusionDPOConfig, DiffusionDPOTrainer
 from trimtab_diffusion.diffusion_dpo.algorithm import errors, noised
 from trimtab_diffusion.diffusion_dpo.loss import diffusion_dpo_loss
+from trimtab_diffusion.training import setup
 
 BUILD = {"sd": tiny.stable_diffusion, "sdxl": tiny.stable_diffusion_xl, "sd3": tiny.stable_diffusion_3}
 
@@ -226,6 +227,27 @@ def test_no_rows_are_refused(tmp_path: Path):
 def test_a_pipeline_that_packs_its_latents_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="latents are the autoencoder's own"):
         trainer(tmp_path, modern.BUILD["flux"]())
+
+
+@pytest.mark.parametrize(
+    ("kind", "vae", "words"),
+    [
+        ("qwen_image", {}, "has an AutoencoderKLQwenImage"),
+        ("wan", {}, "has an AutoencoderKLWan"),
+        ("flux", {"vae": None}, "has no autoencoder"),
+    ],
+)
+def test_a_pipeline_without_the_usual_autoencoder_is_refused_before_any_work(
+    kind: str, vae: dict[str, None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pipeline = modern.BUILD[kind]()
+    for name, part in vae.items():
+        setattr(pipeline, name, part)
+    wrapped = DDPOStableDiffusionPipeline(pipeline)
+    monkeypatch.setattr(setup, "place", lambda *_: pytest.fail("the pipeline was placed"))
+    for each in (pipeline, wrapped):
+        with pytest.raises(ValueError, match=f"{words}.*latents of an AutoencoderKL: use"):
+            DiffusionDPOTrainer(DiffusionDPOConfig(mixed_precision="no", logdir=str(tmp_path)), each, rows_of(2))
 
 
 # Two processes

@@ -100,8 +100,8 @@ class DDPOStableDiffusionPipeline:
         adapted = [name for name, part in self.sd_pipeline.components.items() if has_adapters(part)]
         if adapted and not use_lora:
             raise ValueError(
-                f"The pipeline has adapters on {', '.join(adapted)}, and use_lora=False trains and saves whole weights. "
-                "Pass DDPOStableDiffusionPipeline(pipeline, use_lora=True) to train adapters, or merge these before: "
+                f"The pipeline has adapters on {', '.join(adapted)}, and use_lora=False trains whole weights. Pass "
+                "DDPOStableDiffusionPipeline(pipeline, use_lora=True) to train adapters, or merge these before: "
                 "pipeline.fuse_lora(); pipeline.unload_lora_weights()."
             )
         arguments = inspect.signature(type(pipeline).__call__).parameters

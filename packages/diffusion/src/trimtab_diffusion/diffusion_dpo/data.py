@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from diffusers import AsymmetricAutoencoderKL, AutoencoderKL, ConsistencyDecoderVAE, DiffusionPipeline
 from PIL import Image
 from torch import Tensor
 
@@ -23,6 +24,18 @@ class Pairs(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def check_autoencoder(pipeline: DiffusionPipeline | DDPOStableDiffusionPipeline) -> None:
+    """ValueError where a pipeline's autoencoder, if any, gives its latents in another way than Stable Diffusion's."""
+    stock: Any = pipeline.sd_pipeline if isinstance(pipeline, DDPOStableDiffusionPipeline) else pipeline
+    vae = stock.components.get("vae")
+    if not isinstance(vae, AutoencoderKL | AsymmetricAutoencoderKL | ConsistencyDecoderVAE):
+        came = "no autoencoder" if vae is None else f"an {type(vae).__name__}"
+        raise ValueError(
+            f"{type(stock).__name__} has {came}. Diffusion-DPO noises the latents of an AutoencoderKL: use a pipeline "
+            "with one, such as Stable Diffusion 1 to 3 or SDXL."
+        )
 
 
 def check_pairs(pairs: Pairs) -> None:

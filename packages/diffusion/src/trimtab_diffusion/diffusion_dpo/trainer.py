@@ -20,7 +20,7 @@ from trimtab_diffusion.training.setup import reference_of
 
 from .algorithm import RefErrors, precomputed, reference_errors, update
 from .config import DiffusionDPOConfig
-from .data import Pairs, check_pairs, content_of, encoded
+from .data import Pairs, check_autoencoder, check_pairs, content_of, encoded
 
 WITHOUT_EFFECT = (*shared.WITHOUT_EFFECT, "encode_batch_size", "precompute_ref_errors")
 """Settings that change no result."""
@@ -37,8 +37,8 @@ class DiffusionDPOTrainer(PipelineTrainer):
             or arrays [3, H, W] or [H, W, 3], uint8 or float within [0, 1].
 
     Raises:
-        ValueError: a row has no caption or no picture, sizes differ, there are fewer pairs than an update takes, or
-            there is no whole copy of the reference for precompute_ref_errors.
+        ValueError: the pipeline has no AutoencoderKL, a row has no caption or no picture, sizes differ, there are fewer
+            pairs than an update takes, or there is no whole copy of the reference for precompute_ref_errors.
     """
 
     method, paper = "Diffusion-DPO", "Wallace et al. 2023, arXiv:2311.12908"
@@ -51,6 +51,7 @@ class DiffusionDPOTrainer(PipelineTrainer):
         sd_pipeline: DDPOStableDiffusionPipeline | DiffusionPipeline,
         train_dataset: Pairs,
     ) -> None:
+        check_autoencoder(sd_pipeline)
         check_pairs(train_dataset)
         super().__init__(config, sd_pipeline)
         self.pairs = len(train_dataset)

@@ -123,7 +123,7 @@ def rewards_of(result: Any, prompts: Sequence[str], name: str) -> tuple[Tensor, 
 
 
 def parted(result: Any) -> tuple[Any, Any]:
-    """Parts a reward function's result into rewards and metadata, {} where there is none; a pair of numbers is rewards."""
+    """Parts a reward function's result into rewards and metadata, {} where there is none; two numbers are rewards."""
     if not (isinstance(result, tuple) and len(result) == 2):
         return result, {}
     is_number = isinstance(result[0], Number) or getattr(result[0], "shape", None) == ()
