@@ -404,6 +404,27 @@ def test_the_tracker_of_other_processes_or_of_no_package_does_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", [None, "none", "tensorboard"])
+def test_a_sweep_gets_the_numbers_of_a_run_with_any_tracker_or_none(kind, tmp_path, monkeypatch):
+    file = tmp_path / "metrics.jsonl"
+    monkeypatch.setenv("TRIMTAB_METRICS", str(file))
+    for is_main in (True, False):
+        tracker = start_tracking(kind, project="p", config={}, folder=tmp_path, is_main=is_main)
+        with tracker:
+            tracker.log({"loss": torch.tensor(0.5), "dist": [1.0, 2.0]}, 1)
+            tracker.row({"eval": np.float32(2), "note": "a text"}, None)
+            tracker.row({"eval": 3}, 7)
+            tracker.row({"note": "another text"}, 8)
+            tracker.finish({"best": 3})
+        tracker.log({"loss": 0.1}, 2)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {"loss": 0.5, STEP_AXIS: 1},
+        {"eval": 2.0, STEP_AXIS: 1},
+        {"eval": 3.0, STEP_AXIS: 7},
+        {"best": 3.0},
+    ]
+
+
 def test_mistakes_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"mlflow.*wandb.*none"):
         check_tracker_name("mlfow")

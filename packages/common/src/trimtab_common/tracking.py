@@ -26,7 +26,7 @@ TRACKERS = (*LOGGER_TYPE_TO_CLASS, "none")
 MAX_TABLE_ROWS = 32  # of a call
 MAX_CELL_CHARACTERS = 2000
 METRICS_FILE = "TRIMTAB_METRICS"
-"""The environment variable that names a file of JSON lines, to which every log of numbers adds a line."""
+"""The environment variable that names a file of JSON lines. Every log of numbers adds a line, even without a tracker."""
 
 T = TypeVar("T")
 Stats = Mapping[str, object]
@@ -81,7 +81,7 @@ def start_tracking(
     """
     chosen = check_tracker_name(log_with)
     if not is_main:
-        return Tracker(None, run_id)
+        return Tracker(None, run_id, is_main=False)
     folder, options = Path(folder), dict(init_kwargs or {})
     extra = {key: value for key, value in options.items() if key not in TRACKERS} | options.get(chosen, {})
     drawn = run_id or secrets.token_hex(4)
@@ -119,13 +119,15 @@ class Tracker:
     """What trainers log to.
 
     Args:
-        writer: writes to one kind of tracker; None drops everything, as on all processes but the main one.
+        writer: writes to one kind of tracker; None for no tracker, where numbers go to the file of a sweep alone.
         run_id: the id of the tracker's run, for checkpoints; None on other processes of a new run.
+        is_main: False on every process but one, where nothing is logged.
     """
 
-    def __init__(self, writer: Writer | None, run_id: str | None) -> None:
+    def __init__(self, writer: Writer | None, run_id: str | None, *, is_main: bool = True) -> None:
         self.run_id = run_id
         self.writer = writer
+        self._is_open = is_main
         self._step = 0
         self._columns: dict[str, tuple[list[str], list[type]]] = {}
 
@@ -146,7 +148,7 @@ class Tracker:
         Raises:
             ValueError: the step is smaller than in an earlier call, or a value is neither a number nor 1-D.
         """
-        if self.writer is None:
+        if not self._takes_numbers:
             return
         self._advance(step)
         scalars, histograms = {}, {}
@@ -156,8 +158,9 @@ class Tracker:
                 scalars[name] = float(array)
             elif (finite := array[np.isfinite(array)]).size:
                 histograms[name] = finite
-        self.writer.stats(scalars, histograms, step)
         append_metrics({**scalars, STEP_AXIS: step})
+        if self.writer is not None:
+            self.writer.stats(scalars, histograms, step)
 
     @property
     def accelerate(self) -> Any:
@@ -166,8 +169,14 @@ class Tracker:
 
     def row(self, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
         """Logs values in a separate row, as accelerate's tracker does; without a step, at the latest step."""
+        if not self._takes_numbers:
+            return
+        step = self._step if step is None else step
+        numbers = {name: float(value) for name, value in values.items() if cell_type(value) is not str}
+        if numbers:
+            append_metrics({**numbers, STEP_AXIS: step})
         if self.writer is not None:
-            self.writer.accelerate.log(dict(values), step=self._step if step is None else step, **options)
+            self.writer.accelerate.log(dict(values), step=step, **options)
 
     def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]], step: int) -> None:
         """Logs a table of a step's rows, after a column with the step, if accelerate's tracker has tables.
@@ -224,11 +233,14 @@ class Tracker:
             summary: final numbers, such as a sweep's metric.
             exit_code: the program's exit code, which W&B shows; the code of a preemption marks the run as preempting.
         """
-        if self.writer is not None:
-            results = {name: float(_to_array(name, value)) for name, value in (summary or {}).items()}
+        if not self._takes_numbers:
+            return
+        results = {name: float(_to_array(name, value)) for name, value in (summary or {}).items()}
+        if results:
             append_metrics(results)
+        if self.writer is not None:
             self.writer.end(results, exit_code)
-            self.writer = None
+        self.writer, self._is_open = None, False
 
     def __enter__(self) -> Self:
         return self
@@ -237,6 +249,10 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.finish(exit_code=_status_after(error))
+
+    @property
+    def _takes_numbers(self) -> bool:
+        return self.writer is not None or (self._is_open and METRICS_FILE in os.environ)
 
     def _advance(self, step: int) -> None:
         if step < self._step:
