@@ -206,6 +206,27 @@ def test_id_from_the_environment_a_resumed_run_and_a_sweep_agent(tmp_path, monke
         assert read_wandb(tmp_path / folder)["run"][0].sweep_id == "sweep1"
 
 
+def test_wandbs_variables_hold_unless_an_argument_says_otherwise(tmp_path, monkeypatch):
+    variables = {"DIR": str(tmp_path / "variable"), "TAGS": "a,b", "PROJECT": "theirs", "RUN_GROUP": "outside"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    options = {"project": "p", "config": {"lr": 0.1, "seed": 1}, "folder": tmp_path / "folder"}
+    own = {"config": {"seed": 2, "note": "n"}, "project": "ours", "tags": ["c"], "dir": str(tmp_path / "own")}
+
+    def of(folder, **more):
+        start_tracking("wandb", **options, **more).finish()
+        run = read_wandb(tmp_path / folder)["run"][0]
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        return run.project, list(run.tags), run.run_group, {name: config.get(name) for name in ("lr", "seed", "note")}
+
+    assert of("variable") == ("theirs", ["a", "b"], "outside", {"lr": 0.1, "seed": 1, "note": None})
+    given = {"init_kwargs": {"wandb": own}, "tags": ["d"]}
+    assert of("own", **given) == ("ours", ["c"], "outside", {"lr": 0.1, "seed": 2, "note": "n"})
+    assert not (tmp_path / "folder").exists()
+    monkeypatch.delenv("WANDB_DIR")
+    assert of("folder", tags=["d"])[1] == ["d"]
+
+
 def test_without_a_key_the_run_is_offline_and_online_is_refused(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -26,7 +26,7 @@ TRACKERS = (*LOGGER_TYPE_TO_CLASS, "none")
 MAX_TABLE_ROWS = 32  # of a call
 MAX_CELL_CHARACTERS = 2000
 METRICS_FILE = "TRIMTAB_METRICS"
-"""The environment variable that names a file of JSON lines. Every log of numbers adds a line, even without a tracker."""
+"""The environment variable that names a file of JSON lines. Each log of numbers adds a line, even without a tracker."""
 
 T = TypeVar("T")
 Stats = Mapping[str, object]
@@ -62,18 +62,19 @@ def start_tracking(
 
     Args:
         log_with: the name of a tracker that accelerate knows, such as "wandb" or "mlflow"; "none" or None.
-        project: the tracker's project; MLflow's experiment.
+        project: the tracker's project; MLflow's experiment. WANDB_PROJECT takes precedence in W&B.
         config: the run's settings by name, plain values.
         name: the run's name, where accelerate takes one. WANDB_NAME takes precedence in W&B.
         group: W&B's group of runs; None: WANDB_RUN_GROUP.
         job_type: W&B's type of the run. WANDB_JOB_TYPE takes precedence.
-        tags: W&B's tags.
-        folder: W&B writes to folder/wandb, TensorBoard to folder/tensorboard, Aim to folder/aim.
+        tags: W&B's tags. Without any: WANDB_TAGS.
+        folder: W&B writes to folder/wandb, TensorBoard to folder/tensorboard, Aim to folder/aim. WANDB_DIR takes
+            precedence in W&B.
         run_id: the id that a checkpoint holds; W&B, TensorBoard, trackio and MLflow go on with its run, others begin a
             new one. Without it W&B takes WANDB_RUN_ID, or draws one. Under a sweep agent W&B always takes the agent's
             id, so that the sweep sees its run; `Tracker.run_id` is the one in use.
         init_kwargs: more arguments of `wandb.init`, TensorBoard's `SummaryWriter` or accelerate's tracker, as they are
-            or under the tracker's name; they take precedence.
+            or under the tracker's name; they take precedence. A `config` for W&B is merged into `config`.
         is_main: False on every process but one, where the tracker does nothing.
 
     Raises:
@@ -90,8 +91,9 @@ def start_tracking(
     if chosen not in map(str, get_available_trackers()):
         raise ImportError(f"log_with={chosen!r} needs its package: pip install {chosen}")
     if chosen == "wandb":
-        name, job_type = os.environ.get("WANDB_NAME", name), os.environ.get("WANDB_JOB_TYPE", job_type)
-        arguments = {"project": project, "name": name, "group": group, "job_type": job_type, "tags": list(tags)}
+        arguments: dict[str, Any] = {"project": project, "name": name, "job_type": job_type}
+        arguments = {key: os.environ.get(f"WANDB_{key.upper()}", value) for key, value in arguments.items()}
+        arguments |= {"group": group, "tags": list(tags) or None}
         wandb_writer = WandbWriter({**arguments, "id": run_id, **extra}, config, folder, resumes=run_id is not None)
         return Tracker(wandb_writer, wandb_writer.run.id)
     run_name = re.sub(r"[^\w.-]+", "-", f"{name}-{drawn}" if name else drawn)  # the name of one folder, and no path

@@ -38,8 +38,8 @@ class WandbWriter(Writer, WandBTracker):
         self.accelerate, self._wandb = self, wandb
         self._owned = wandb.run is None
         self._latest = self._shift = 0  # a step, and from a step to its row
+        config = {**config, **wandb.helper.parse_config(kwargs.pop("config", None) or {})}
         if wandb.run is None:
-            folder.mkdir(parents=True, exist_ok=True)  # wandb would quietly use a temporary folder instead
             self.run: Run = init_wandb(kwargs, config, folder, resumes=resumes)
             exit_at_sigterm(exits=True)
         else:
@@ -135,8 +135,9 @@ def init_wandb(kwargs: dict[str, Any], config: Mapping[str, object], folder: Pat
     """Opens a run, offline without an API key, and says how to upload it; nothing is asked at the terminal.
 
     Args:
-        kwargs: arguments of `wandb.init`; `id` None: WANDB_RUN_ID, or a new one.
-        folder: W&B writes to folder/wandb.
+        kwargs: arguments of `wandb.init` except `config`; `id` None: WANDB_RUN_ID, or a new one.
+        config: the run's settings.
+        folder: W&B writes to folder/wandb, unless `kwargs` has a `dir` or WANDB_DIR is set.
         resumes: whether the run goes on from a checkpoint; it warns if its offline files are gone.
 
     Raises:
@@ -151,8 +152,10 @@ def init_wandb(kwargs: dict[str, Any], config: Mapping[str, object], folder: Pat
         mode, reason = "offline", "no API key"
     quiet = {"settings": wandb.Settings(silent=True)} if mode == "offline" else {}
     run_id = kwargs["id"] or os.environ.get("WANDB_RUN_ID")
-    defaults = {"dir": str(folder), "resume": "allow", **quiet}
-    run = wandb.init(**{**defaults, **kwargs, "config": dict(config), "id": run_id, "mode": mode})
+    place = Path(kwargs.get("dir") or os.environ.get("WANDB_DIR") or folder)
+    place.mkdir(parents=True, exist_ok=True)  # wandb would quietly use a temporary folder instead
+    settled = {"dir": str(place), "config": dict(config), "id": run_id, "mode": mode}
+    run = wandb.init(**{"resume": "allow", **quiet, **kwargs, **settled})
     if mode == "offline":
         command = f"wandb sync {run.settings.sync_dir}"
         print(f"W&B run {run.id} is offline ({reason}); upload it later with: {command}", file=sys.stderr)

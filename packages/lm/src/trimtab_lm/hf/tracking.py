@@ -65,8 +65,7 @@ class WandbRun(WandbCallback):
             run_id = None if record is None or "WANDB_RUN_ID" in environment else record.id or None
             name = environment.get("WANDB_NAME", args.run_name)
             place = {"project": environment.get("WANDB_PROJECT", args.project), "name": name, "id": run_id}
-            folder = Path(environment.get("WANDB_DIR", "."))
-            init_wandb(place, self.trainer.about, folder, resumes=state.global_step > 0)
+            init_wandb(place, self.trainer.about, Path(), resumes=state.global_step > 0)
         elif state.is_world_process_zero and wandb.run is not None:
             wandb.config.update(dict(self.trainer.about), allow_val_change=True)
         super().setup(args, state, model, **kwargs)
