@@ -29,7 +29,7 @@ from trimtab_common.tracking import (
     progress,
     start_tracking,
 )
-from trimtab_common.weights_and_biases import STEP_AXIS
+from trimtab_common.weights_and_biases import STEP_AXIS, histogram
 
 pytestmark = pytest.mark.usefixtures("offline_wandb")
 
@@ -126,6 +126,26 @@ def test_offline_run_holds_what_was_logged(tmp_path, capfd):
     step, text, score, good = tables[1]["data"][0]
     assert (step, len(text), score, good) == (1, MAX_CELL_CHARACTERS, 1.0, True)
     assert tables[1]["data"][1] == [1, "7", 2.5, None]
+
+
+def test_a_missing_number_in_the_first_row_of_a_later_table_is_empty(tmp_path):
+    with start_tracking("wandb", project="p", config={}, folder=tmp_path) as tracker:
+        for step, rows in enumerate([[[1.0, True]], [[None, None], [2.0, False]], [[None, None]]]):
+            tracker.table("samples", ["score", "good"], rows, step)
+    (files,) = tmp_path.glob("wandb/offline-run-*/files")
+    logged = history(read_wandb(tmp_path))["samples"]
+    data = [json.loads((files / logged[step]["path"]).read_text())["data"] for step in range(3)]
+    assert data == [[[0, 1.0, True]], [[1, None, None], [1, 2.0, False]], [[2, None, None]]]
+
+
+@pytest.mark.parametrize(
+    "values", [[0.1 + 0.2, 0.3], [1e17, 1e17], [0.0, 5e-324], [-1.7e308, 1.7e308], [0.0, 1e-9, 1.0], [2.0]]
+)
+def test_a_histogram_takes_any_finite_values(values):
+    counts, edges = histogram(np.array(values))
+    assert counts.sum() == len(values)
+    assert len(edges) == 65
+    assert np.all(np.diff(edges) > 0)
 
 
 def test_a_late_step_takes_no_more_bytes_than_an_early_one(tmp_path):

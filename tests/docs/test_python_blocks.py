@@ -20,6 +20,7 @@ def run(block: Block, names: dict[str, object]) -> None:
     exec(code, names)
 
 
+@pytest.mark.usefixtures("offline_wandb")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: str, hub: Path, tmp_path: Path, monkeypatch):
     """The blocks share a namespace, and run in a folder where the hub's names are folders with tiny models."""

@@ -205,7 +205,7 @@ class Tracker:
         if known != list(columns):
             raise ValueError(f"table {name!r} has columns {known}, got {list(columns)}. Use another name for it.")
         cells = [[step, *map(cell, row, types)] for row in kept]
-        self.writer.table(name, ["step", *columns], cells, step)
+        self.writer.table(name, ["step", *columns], [int, *types], cells, step)
 
     def images(self, name: str, images: Sequence[Picture], captions: Sequence[str], step: int) -> None:
         """Logs images with captions. Does nothing if accelerate's tracker has no images.

@@ -53,13 +53,10 @@ class WandbWriter(Writer, WandBTracker):
         self.run.config.update(dict(settings), allow_val_change=True)
 
     def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None:
-        values = {
-            name: self._wandb.Histogram(np_histogram=np.histogram(array, bins=64)) for name, array in histograms.items()
-        }
+        values = {name: self._wandb.Histogram(np_histogram=histogram(array)) for name, array in histograms.items()}
         self._log({**scalars, **values}, step)
 
-    def table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
-        types: Any = [type(cell) if cell is not None else str for cell in rows[0]]
+    def table(self, name: str, columns: list[str], types: list[type], rows: list[list[Any]], step: int) -> None:
         self._log({name: self._wandb.Table(columns=[*columns], data=rows, dtype=types, optional=True)}, step)
 
     def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
@@ -83,6 +80,17 @@ class WandbWriter(Writer, WandBTracker):
         row = self.run.step + 1
         self.run.log({**values, STEP_AXIS: self._latest if step is None else step}, step=row)
         self._shift = row + 1 - self._latest
+
+
+def histogram(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Counts finite values in 64 bins of equal width; puts values that differ by rounding alone into one bin."""
+    limit = np.finfo(np.float64).max / 4  # the width of the range stays finite
+    values = values.clip(-limit, limit)
+    low, high = values.min(), values.max()
+    if high - low <= max(1e-12 * max(abs(low), abs(high)), 1e-300):  # numpy refuses bins without a width
+        margin = max(0.5, 1e-6 * abs(low))
+        return np.histogram(values, bins=64, range=(low - margin, high + margin))
+    return np.histogram(values, bins=64)
 
 
 class OfflineFile:

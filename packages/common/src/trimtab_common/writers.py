@@ -39,7 +39,7 @@ class Writer:
     def stats(self, scalars: dict[str, float], histograms: dict[str, np.ndarray], step: int) -> None:
         self.accelerate.log(scalars, step=step)
 
-    def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None:
+    def table(self, name: str, columns: list[str], types: list[type], rows: list[list[Cell]], step: int) -> None:
         if hasattr(self.accelerate, "log_table"):
             self.accelerate.log_table(name, columns=columns, data=rows, step=step)
 
@@ -98,7 +98,7 @@ class TensorBoardWriter(Writer, TensorBoardTracker):
             writer.add_histogram(name, array, step)
         self.log(scalars, step)  # flushes: a kill loses no step that a checkpoint counts as done
 
-    def table(self, name: str, columns: list[str], rows: list[list[Cell]], step: int) -> None:
+    def table(self, name: str, columns: list[str], types: list[type], rows: list[list[Cell]], step: int) -> None:
         self._at(step).add_text(name, markdown_table(columns, rows), step)
 
     def images(self, name: str, images: list[Image.Image], captions: list[str], step: int) -> None:
