@@ -33,7 +33,7 @@ class SearchConfig(StoriesRun):
 def main(run: SearchConfig, ppo: PPOConfig) -> None:
     """Trains on each seed, and logs after each the mean results of the seeds so far: a search may end the trial there.
 
-    The trainings log nothing and leave nothing but their results.
+    The trainings have no tracker and leave nothing but their results.
     """
     if PartialState().num_processes > 1:
         raise SystemExit("A trial runs in one process. Start it with python, not with torchrun or accelerate.")
