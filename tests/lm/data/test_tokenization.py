@@ -337,6 +337,22 @@ def test_the_implicit_prompt_of_conversations_is_their_common_messages():
         preference_parts({"chosen": DIALOGUE, "rejected": DIALOGUE})
 
 
+def test_a_prompt_of_another_kind_than_the_answers_is_not_lost():
+    texts = {"prompt": [USER], "chosen": "the birds", "rejected": "the cats"}
+    with pytest.raises(ValueError, match="a list of messages and the answers are texts. Make the answers messages"):
+        preference_parts(texts)
+    good, bad = ([{"role": "assistant", "content": texts[side]}] for side in ("chosen", "rejected"))
+    system = {"role": "system", "content": "Be brief."}
+    for start in ([], [system], [good[0]]):
+        with pytest.raises(ValueError, match=r"'Who sings\?', and the answers are messages that do not begin with it"):
+            preference_parts({"prompt": "Who sings?", "chosen": [*start, *good], "rejected": [*start, *bad]})
+    for content in ("Who sings?", " Who sings?\n", [{"type": "text", "text": "Who sings?"}]):
+        asked = [system, {"role": "user", "content": content}]
+        row = {"prompt": "Who sings? ", "chosen": asked + good, "rejected": asked + bad}
+        assert preference_parts(row) == (asked, good, bad)
+    assert preference_parts({"prompt": "", "chosen": good, "rejected": bad}) == ([], good, bad)
+
+
 def test_a_preference_by_hand():
     row = encode_preference(tiny.tokenizer(), {"prompt": "ab", "chosen": "c", "rejected": "de"})
     assert row == {

@@ -1,5 +1,6 @@
 """The documented formats of dataset rows, the parts of a row, and the mapping of a function over rows."""
 
+import reprlib
 import sys
 import uuid
 import warnings
@@ -126,11 +127,12 @@ def as_messages(row: Row) -> list[dict[str, Any]]:
 def preference_parts(row: Row) -> tuple[Text, Text, Text]:
     """Returns prompt, chosen and rejected of a row. Without a prompt column, the common beginning is the prompt.
 
-    The implicit prompt of conversations is their common leading messages, also where `prompt` is only its text. The
-    implicit prompt of texts is their longest common prefix up to its last space, so that no word is split.
+    The implicit prompt of conversations is their common leading messages, also where `prompt` is the text of one of
+    them. The implicit prompt of texts is their longest common prefix up to its last space, so that no word is split.
 
     Raises:
-        ValueError: there is no explicit prompt, and chosen and rejected are equal.
+        ValueError: there is no explicit prompt, and chosen and rejected are equal; or the prompt and the answers are
+            not both texts or both messages, and the answers do not hold the prompt.
     """
     chosen, rejected = row["chosen"], row["rejected"]
     prompt = row.get("prompt")
@@ -142,6 +144,11 @@ def preference_parts(row: Row) -> tuple[Text, Text, Text]:
         )
     if prompt is not None and isinstance(prompt, str) == isinstance(chosen, str):
         return prompt, chosen, rejected
+    if prompt is not None and isinstance(chosen, str):
+        raise ValueError(
+            "The prompt is a list of messages and the answers are texts. Make the answers messages as well: "
+            "[{'role': 'assistant', 'content': answer}]."
+        )
     if chosen == rejected:
         raise ValueError(
             "chosen and rejected are the same, so nothing is preferred and the prompt is unknown. Drop the row."
@@ -150,7 +157,21 @@ def preference_parts(row: Row) -> tuple[Text, Text, Text]:
     if isinstance(chosen, str):
         last_space = max((i for i, character in enumerate(chosen[:common]) if character.isspace()), default=0)
         common = len(chosen[:last_space].rstrip())
+    if isinstance(prompt, str) and prompt.strip() and not any(_says(message, prompt) for message in chosen[:common]):
+        raise ValueError(
+            f"The prompt is the text {reprlib.repr(prompt)}, and the answers are messages that do not begin with it. "
+            "Make it messages, [{'role': 'user', 'content': prompt}], or drop the column if the answers begin with "
+            "their prompt."
+        )
     return chosen[:common], chosen[common:], rejected[common:]
+
+
+def _says(message: Row, text: str) -> bool:
+    """Returns whether a message holds a text, apart from space around it."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return text.strip() in content
 
 
 def common_length(one: Sequence[object], other: Sequence[object]) -> int:
