@@ -139,6 +139,23 @@ def test_text_ends_in_one_eos():
     assert encode_text(tokenizer, "ab", add_eos=False) == {"input_ids": [4, 5]}
 
 
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, WithoutOffsets])
+def test_a_text_that_begins_with_bos_gets_no_second_one(kind):
+    tokenizer = sentencepiece(kind=kind)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    ids = tokenizer("<s>who sings?", add_special_tokens=False)["input_ids"]
+    assert ids.count(bos) == 1
+    assert encode_text(tokenizer, "<s>who sings?")["input_ids"] == [*ids, eos]
+    assert encode_prompt(tokenizer, "<s>who sings?")["input_ids"] == ids
+    assert encode_prompt(tokenizer, "<s><s>who")["input_ids"].count(bos) == 2  # the health report finds it
+    row = encode_prompt_completion(tokenizer, "<s>who", " sings?")
+    assert (row["input_ids"], row["completion_mask"][0]) == ([*ids, eos], 0)
+    pair = encode_preference(tokenizer, {"prompt": "<s>who", "chosen": " sings?", "rejected": " sleeps"})
+    assert (pair["chosen_input_ids"], pair["rejected_input_ids"].count(bos)) == ([*ids, eos], 1)
+    assert encode_seq2seq(tokenizer, "<s>who", "<s>sings")["input_ids"].count(bos) == 1
+    assert encode_seq2seq(tokenizer, "<s>who", "<s>sings")["labels"].count(bos) == 1
+
+
 def test_a_tokenizer_without_eos_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"no EOS token.*tokenizer\.eos_token"):
         require_eos(tiny.tokenizer(eos_token=None))

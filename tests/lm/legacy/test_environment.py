@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.lm import tiny
+from tokenizers import processors
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from trimtab_lm.legacy.environment import TextEnvironment, TextHistory
@@ -70,6 +71,18 @@ def test_the_model_calls_a_tool_reads_the_answer_and_submits():
     trainer = tiny.ppo(environment.model, arguments={"tokenizer": environment.tokenizer}, **sizes)
     stats = trainer.step(queries, responses, rewards, masks)
     assert stats["tokens/responses_len_mean"] > 0
+
+
+def test_only_a_conversation_begins_with_bos():
+    environment = world()
+    process = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tiny.BOS)])
+    environment.tokenizer.backend_tokenizer.post_processor = process
+    for prompt in ("q ", "<s>q "):
+        environment.prompt = prompt
+        with says(environment, "<request><double>ab<call>", "abab<submit>"):
+            queries, responses, *_ = environment.run(["a"])
+        assert queries[0].tolist().count(tiny.BOS) == 1
+        assert tiny.BOS not in responses[0]
 
 
 def test_rows_of_a_batch_stop_by_themselves():

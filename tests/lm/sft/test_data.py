@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from tests.lm import tiny
+from tokenizers import processors
 
 from trimtab_lm.data.collator import DocumentCollator
 from trimtab_lm.legacy.constant_length import ConstantLengthDataset
@@ -131,6 +132,29 @@ def test_a_tokenizer_without_an_end_is_refused():
 def test_special_tokens_of_the_text_may_be_all_there_are():
     row = tokenized({"text": ["ab"]}, dataset_kwargs={"add_special_tokens": False})[0]
     assert row["input_ids"] == encode("ab")
+    tokenizer = bos_adding()
+    for completion, special in (("cd", None), ("cd</s>", {"add_special_tokens": False})):
+        columns = {"prompt": ["ab "], "completion": [completion]}
+        row = tokenized(columns, tokenizer, dataset_kwargs=special)[0]
+        assert row["input_ids"] == [*([tiny.BOS] if special is None else []), *encode("ab cd"), tiny.EOS]
+        assert [label for label in row["labels"] if label != -100] == [*encode("cd"), tiny.EOS]
+    with pytest.raises(ValueError, match="is for causal models"):
+        tokenized(PAIR, is_encoder_decoder=True, dataset_kwargs={"add_special_tokens": False})
+
+
+def bos_adding():
+    """Returns a tokenizer that adds BOS."""
+    tokenizer = tiny.tokenizer()
+    process = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tiny.BOS)])
+    tokenizer.backend_tokenizer.post_processor = process
+    return tokenizer
+
+
+def test_packed_texts_that_begin_with_bos_get_no_second_one():
+    texts = ["ab", "<s>cd", "<s>ef", "g"]
+    rows = ConstantLengthDataset(bos_adding(), [{"text": text} for text in texts], "text", seq_length=32, shuffle=False)
+    ids = [token for text in ("ab", "cd", "ef", "g") for token in (tiny.BOS, *encode(text), tiny.EOS)]
+    assert next(iter(rows))["input_ids"][: len(ids)].tolist() == ids
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 Three rules hold everywhere.
 - A prompt and its answer are tokenized together and then split by character offsets. A token that spans the border
   belongs to the answer.
-- The tokenizer adds BOS to plain text by its own rule. It adds nothing to text that a chat template wrote.
+- The tokenizer adds BOS to plain text by its own rule. It adds nothing to text that a chat template wrote, nor to text
+  that begins with BOS.
 - An answer ends in its stop token, which counts.
 
 Masks are 1 where a token counts. All functions take the two settings of the chat template:
@@ -51,6 +52,11 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset((special | set(tokenizer.all_special_ids)) - never | {require_eos(tokenizer)})
 
 
+def begins_with_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Returns whether a text begins with BOS, as one that a chat template wrote, so that none may be added."""
+    return bool(tokenizer.bos_token) and text.startswith(cast(str, tokenizer.bos_token))
+
+
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_eos: bool = True) -> Columns:
     """Returns `input_ids` of plain text, with the tokenizer's special tokens and, if `add_eos`, one EOS at the end.
 
@@ -58,7 +64,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_eos: bool 
         ValueError: the tokenizer has no EOS and `add_eos` is set.
     """
     check_texts("text", text=text)
-    ids = list(tokenizer(text)["input_ids"])
+    ids = list(tokenizer(text, add_special_tokens=not begins_with_bos(tokenizer, text))["input_ids"])
     return {"input_ids": _ending_in(require_eos(tokenizer), ids) if add_eos else ids}
 
 
@@ -103,7 +109,7 @@ def encode_prompt(
     if not isinstance(prompt, str):
         text = renderer(tokenizer, tools, chat_template_kwargs)(prompt, add_generation_prompt=True)
         return {"input_ids": list(tokenizer(text, add_special_tokens=False)["input_ids"])}
-    ids = list(tokenizer(prompt)["input_ids"])
+    ids = list(tokenizer(prompt, add_special_tokens=not begins_with_bos(tokenizer, prompt))["input_ids"])
     is_added = bool(ids) and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token)
     is_only_bos = len(ids) == 1 and ids[0] == tokenizer.bos_token_id
     return {"input_ids": ids[:-1] if is_added and not is_only_bos else ids}
@@ -115,6 +121,7 @@ def encode_prompt_completion(
     completion: Text,
     *,
     add_eos: bool = True,
+    add_special_tokens: bool = True,
     tools: Tools | None = None,
     chat_template_kwargs: TemplateSettings | None = None,
 ) -> Columns:
@@ -126,6 +133,7 @@ def encode_prompt_completion(
         prompt, completion: two texts, which are concatenated, or two conversations, which the chat template writes.
         add_eos: whether the row must end in a stop token (see `stop_token_ids`). EOS is appended to a row that does not
             end in one. A conversation is cut after its last stop token, if only space follows.
+        add_special_tokens: whether the tokenizer adds its special tokens to texts; conversations have the template's.
 
     Raises:
         ValueError: the completion is empty, one of the two is a text and the other a conversation, the template writes
@@ -133,7 +141,8 @@ def encode_prompt_completion(
     """
     joined = _join(tokenizer, prompt, completion, tools, chat_template_kwargs)
     span = (joined.border, len(joined.text))
-    ids, mask = _encode_spans(tokenizer, joined.text, [span], add_special_tokens=not joined.is_templated)
+    special = add_special_tokens and not (joined.is_templated or begins_with_bos(tokenizer, joined.text))
+    ids, mask = _encode_spans(tokenizer, joined.text, [span], add_special_tokens=special)
     if ids[-1] == tokenizer.eos_token_id:
         mask[-1] = 1  # one that the tokenizer adds has no characters
     if add_eos:
@@ -241,9 +250,10 @@ def encode_seq2seq(
         ValueError: see `encode_prompt_completion`.
     """
     joined = _join(tokenizer, source, target, tools, chat_template_kwargs)
-    eos, special = require_eos(tokenizer), not joined.is_templated
-    ids = tokenizer(joined.text[: joined.border], add_special_tokens=special)["input_ids"]
-    labels = tokenizer(text_target=joined.text[joined.border :], add_special_tokens=special)["input_ids"]
+    eos, read, written = require_eos(tokenizer), joined.text[: joined.border], joined.text[joined.border :]
+    special = [not (joined.is_templated or begins_with_bos(tokenizer, text)) for text in (read, written)]
+    ids = tokenizer(read, add_special_tokens=special[0])["input_ids"]
+    labels = tokenizer(text_target=written, add_special_tokens=special[1])["input_ids"]
     return {"input_ids": _ending_in(eos, list(ids)), "labels": _ending_in(eos, list(labels))}
 
 

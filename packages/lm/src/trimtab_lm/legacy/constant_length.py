@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
+from itertools import groupby
 from operator import itemgetter
 from typing import TypeAlias, cast
 
@@ -10,6 +12,7 @@ from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Row
+from trimtab_lm.data.tokenization import begins_with_bos
 from trimtab_lm.interface import Batch
 
 Token: TypeAlias = tuple[int, int, bool]
@@ -41,7 +44,7 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
         eos_token_id: the EOS, for a tokenizer without one.
         shuffle: whether to shuffle, by a generator that depends on `seed` and the epoch alone.
         append_concat_token: whether to append EOS to each text.
-        add_special_tokens: whether the tokenizer adds its special tokens.
+        add_special_tokens: whether the tokenizer adds its special tokens, to texts that do not begin with BOS.
 
     Raises:
         ValueError: dataset_text_field and formatting_func came together.
@@ -137,10 +140,12 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
         if self.is_tokenized:
             yield from cast(list[tuple[list[int], list[bool]]], documents)
             return
-        for ids in self.tokenizer(cast(list[str], documents), add_special_tokens=self.add_special_tokens)["input_ids"]:
-            ends = bool(ids) and ids[-1] == self.concat_token_id
-            closed = [*ids, self.concat_token_id] if self.append_concat_token and not ends else ids
-            yield closed, [True] * len(closed)
+        for has_bos, texts in groupby(cast(list[str], documents), partial(begins_with_bos, self.tokenizer)):
+            special = self.add_special_tokens and not has_bos
+            for ids in self.tokenizer(list(texts), add_special_tokens=special)["input_ids"]:
+                ends = bool(ids) and ids[-1] == self.concat_token_id
+                closed = [*ids, self.concat_token_id] if self.append_concat_token and not ends else ids
+                yield closed, [True] * len(closed)
 
     def _row(self, tokens: list[Token]) -> Batch:
         """Returns one full row of tokens. Positions start at 0 with each text and with the row."""

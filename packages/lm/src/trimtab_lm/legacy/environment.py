@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_rich_available
 
+from trimtab_lm.data.tokenization import begins_with_bos
 from trimtab_lm.sampling.generate import eos_token_ids, generate
 from trimtab_lm.sampling.rollout import padding_id, sampling_config
 from trimtab_lm.tokens.dropout import without_dropout
@@ -165,7 +166,9 @@ class TextEnvironment:
             and the conversations.
         """
         texts = [(self.prompt or "") + query for query in queries]
-        histories = [TextHistory(text, self._ids(text)) for text in texts]
+        special = [not begins_with_bos(self.tokenizer, text) for text in texts]
+        ids = [self._ids(text, add_special_tokens=one) for text, one in zip(texts, special, strict=True)]
+        histories = [TextHistory(*start) for start in zip(texts, ids, strict=True)]
         for _ in range(self.max_turns):
             if all(history.completed for history in histories):
                 break
@@ -193,7 +196,8 @@ class TextEnvironment:
                 answer = f"Tool error: {error}"
         if len(answer) > self.max_tool_response:
             answer = answer[: self.max_tool_response - 3] + "..."
-        history.append_segment(answer + self.response_token, self._ids(answer + self.response_token))
+        answer += self.response_token
+        history.append_segment(answer, self._ids(answer, add_special_tokens=False))
         return history
 
     def parse_tool_call(self, text: str) -> tuple[str | None, str | None]:
@@ -245,8 +249,9 @@ class TextEnvironment:
         has_end = self.tokenizer.eos_token is not None and self.tokenizer.eos_token in history.text
         return False, has_end or self.submit_token in last or (model_turn and not calls)
 
-    def _ids(self, text: str) -> Tensor:
-        return self.tokenizer(text, return_tensors="pt").input_ids[0].to(self.current_device)
+    def _ids(self, text: str, *, add_special_tokens: bool) -> Tensor:
+        ids = self.tokenizer(text, add_special_tokens=add_special_tokens, return_tensors="pt").input_ids[0]
+        return ids.to(self.current_device)
 
     def _generate_batched(self, query_tensors: Sequence[Tensor], batch_size: int = 16) -> list[Tensor]:
         """A turn after each row of token ids, which ends with a call, a submission or an end token."""

@@ -39,8 +39,8 @@ class SFTConfig(TrainerConfig):
         "Rows to tokenize (and to pack, from a stream) at a time. None or 0: all at once.", default=1000
     )
     dataset_kwargs: dict[str, Any] | None = setting(
-        "skip_prepare_dataset: the rows are the collator's business. add_special_tokens: False for texts that hold "
-        "them already. append_concat_token: False for constant_length without EOS between texts.",
+        "skip_prepare_dataset: the rows are the collator's business. add_special_tokens: False for texts, or prompts "
+        "and completions, that hold them already, EOS included. append_concat_token: False for constant_length without EOS between texts.",
         default=None,
     )
     chat_template_kwargs: dict[str, object] | None = setting("Arguments of the chat template.", default=None)

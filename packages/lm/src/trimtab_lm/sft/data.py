@@ -66,6 +66,11 @@ def tokenize_rows(
             f"An encoder-decoder model learns completions from prompts, and the data set has {columns}. Give it the "
             "columns prompt and completion, or input_ids and labels."
         )
+    if is_encoder_decoder and not (config.dataset_kwargs or {}).get("add_special_tokens", True):
+        raise ValueError(
+            "dataset_kwargs={'add_special_tokens': False} is for causal models: what an encoder-decoder model reads "
+            "and writes ends in EOS. Leave it out; a text that begins with BOS gets no second one."
+        )
 
     def check_length(**lengths: int) -> None:
         if positions is not None:
@@ -122,9 +127,11 @@ def _encoder(
             only = config.assistant_only_loss
             encoded = encode_messages(tokenizer, as_messages(row), assistant_only=only, **settings(row))
             return {"input_ids": encoded["input_ids"], "mask": encoded["assistant_masks"]}
+        prompt, completion = row["prompt"], row["completion"]
         if is_encoder_decoder:
-            return encode_seq2seq(tokenizer, row["prompt"], row["completion"], **settings(row))
-        encoded = encode_prompt_completion(tokenizer, row["prompt"], row["completion"], **settings(row))
+            return encode_seq2seq(tokenizer, prompt, completion, **settings(row))
+        special = {"add_special_tokens": add_special_tokens, "add_eos": add_special_tokens or not isinstance(prompt, str)}
+        encoded = encode_prompt_completion(tokenizer, prompt, completion, **special, **settings(row))
         ids, mask = encoded["input_ids"], encoded["completion_mask"]
         return {"input_ids": ids, "mask": [1] * len(ids) if config.completion_only_loss is False else mask}
 
