@@ -86,6 +86,26 @@ def test_predictions_of_the_chain_are_the_own_paths(tmp_path):
     torch.testing.assert_close(predicted(Replaced), predicted(DPOTrainer))
 
 
+@pytest.mark.parametrize("kind", [DPOTrainer, Replaced])
+@pytest.mark.parametrize("loss_type", ["aot", "aot_pair", "kto_pair"])
+def test_pairs_that_fill_up_a_batch_are_not_compared_with_the_real_ones(kind, loss_type, tmp_path):
+    arguments = {"ref_model": tiny.exact(tiny.gpt2(seed=1)), "eval_dataset": dpo.dataset(4)}
+    trainer = dpo.trainer(tiny.exact(tiny.gpt2()), tmp_path, kind=kind, arguments=arguments, loss_type=loss_type)
+    rows, items = list(trainer.eval_dataset), torch.tensor(4)
+
+    def evaluated(rows, **real):
+        trainer.model.eval()
+        with torch.no_grad():
+            return trainer.batch_loss(trainer.model, {**trainer.data_collator(rows), **real}, items)
+
+    alone, filled, empty = evaluated(rows[:2]), evaluated(rows, real_rows=2), evaluated(rows, real_rows=0)
+    assert filled.stats["loss"].value == pytest.approx(alone.stats["loss"].value, rel=1e-9)
+    torch.testing.assert_close(filled.outputs["predictions"][:2], alone.outputs["predictions"])
+    assert (float(empty.stats["loss"].total), float(empty.stats["loss"].weight)) == (0.0, 0.0)
+    for batch in (filled, empty):  # processes gather their predictions, and need one shape
+        assert (batch.outputs["predictions"].shape, batch.outputs["labels"].shape) == ((4, 4), (4,))
+
+
 def test_the_chain_resumes(tmp_path):
     def run(folder, steps, **resume):
         model, settings = tiny.exact(tiny.gpt2()), {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}

@@ -49,16 +49,26 @@ def score(model: Callable[..., TokenScores], tokens: Mapping[str, Tensor]) -> Pa
 
 
 def compare(
-    boxes: Boxes, model: Callable[..., TokenScores], batch: Any, tokens: Mapping[str, Tensor]
+    boxes: Boxes,
+    model: Callable[..., TokenScores],
+    batch: Any,
+    tokens: Mapping[str, Tensor],
+    *,
+    count: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, PairScores]:
-    """The losses of B pairs, router losses included, the implicit rewards of their answers, all [B], and their scores.
+    """The losses of `count` pairs, router losses included, and the implicit rewards of their answers, all [count].
+
+    The fourth result is the scores of all B pairs.
 
     Args:
         batch: for the reference, with its log-probabilities where they are precomputed.
         tokens: the same, for `score`.
+        count: the first pairs, which are compared with each other alone; None: all. 0 counts as 1.
     """
     reference = boxes.compute_reference_log_probs(batch)
     policy = score(model, tokens)
-    lengths = {"chosen_length": policy.chosen_length, "rejected_length": policy.rejected_length}
-    losses, chosen, rejected = boxes.dpo_loss(policy.chosen_logps, policy.rejected_logps, *reference, **lengths)
+    kept = None if count is None else max(count, 1)  # the mean of no pair is NaN
+    logps = [values[:kept] for values in (policy.chosen_logps, policy.rejected_logps, *reference)]
+    lengths = {"chosen_length": policy.chosen_length[:kept], "rejected_length": policy.rejected_length[:kept]}
+    losses, chosen, rejected = boxes.dpo_loss(*logps, **lengths)
     return losses + policy.router_loss, chosen, rejected, policy

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab_common.overrides import call_with_known, replaced
@@ -133,6 +134,8 @@ class Chain2024:
         outputs: dict[str, Any] = dict(metrics)
         predictions, self.predictions = self.predictions, None
         if predictions is not None:  # else the method was replaced
+            missing = count_pairs(batch) - len(predictions)  # evaluation drops the rows that repeat others
+            predictions = F.pad(predictions, (0, 0, 0, missing))
             labels = torch.zeros(len(predictions), dtype=torch.long, device=predictions.device)
             outputs |= {"predictions": predictions, "labels": labels}
         return BatchLoss(loss * count / items, {"loss": Mean(loss.detach() * count, count)}, outputs)

@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -177,10 +178,12 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         """The sum of the losses of pairs, divided by the pairs of the whole step."""
         if "sequence" not in batch and self.chain.runs:
             return self.chain.loss(model, batch, items)
-        losses, chosen, rejected, scores = compare(self, model, batch, tokens_of(self, batch))
-        stats = pair_statistics(scores, losses, chosen, rejected, count=batch.get(REAL_ROWS))
-        predictions = torch.stack([chosen, rejected, *scores[:2]], dim=1).detach()
-        labels = torch.zeros(len(losses), dtype=torch.long, device=losses.device)
+        count, rows = batch.get(REAL_ROWS), count_pairs(batch)
+        losses, chosen, rejected, scores = compare(self, model, batch, tokens_of(self, batch), count=count)
+        stats = pair_statistics(scores, losses, chosen, rejected, count=count)
+        columns = [F.pad(values, (0, rows - len(values))) for values in (chosen, rejected, *scores[:2])]
+        predictions = torch.stack(columns, dim=1).detach()  # evaluation drops the rows that repeat others
+        labels = torch.zeros(rows, dtype=torch.long, device=losses.device)
         return BatchLoss(losses.sum() / items, stats, {"predictions": predictions, "labels": labels})
 
     def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
