@@ -93,6 +93,12 @@ def test_encoder_decoder_rows_are_prompts_and_completions():
         tokenized({"text": ["ab"]}, is_encoder_decoder=True)
 
 
+def test_a_cut_target_does_not_end_in_eos_and_a_cut_source_does():
+    with pytest.warns(UserWarning, match=r"max_length=3: cut 4 tokens from 1 of 1 rows"):
+        rows = tokenized({"prompt": ["abcd"], "completion": ["efgh"]}, is_encoder_decoder=True, max_length=3)
+    assert rows[0] == {"input_ids": [*encode("ab"), tiny.EOS], "labels": encode("efg")}
+
+
 @pytest.mark.parametrize(("mode", "kept"), [("keep_start", "abc"), ("keep_end", "de$")])
 def test_long_rows_are_cut_and_it_is_said_how_much(mode: str, kept: str):
     with pytest.warns(UserWarning, match=r"max_length=3: cut 3 tokens from 1 of 2 rows"):

@@ -76,8 +76,8 @@ def truncate_row(
 ) -> TruncatedRow:
     """Truncates one sequence.
 
-    A truncated text should not end in EOS if the model learns from it, and should if a score is read at its end. The
-    first caller passes no stop_ids, the second does.
+    A truncated text should not end in EOS if the model learns to write it, and should if a score is read at its end or
+    an encoder reads it. The first caller passes no stop_ids, the others do.
 
     Args:
         mask: 1 where a token counts.

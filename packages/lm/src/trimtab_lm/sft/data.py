@@ -18,7 +18,7 @@ from trimtab_lm.data.tokenization import (
     encode_text,
     stop_token_ids,
 )
-from trimtab_lm.data.truncation import report_truncation, truncate_columns, truncate_row
+from trimtab_lm.data.truncation import TOKENS_CUT, report_truncation, truncate_row
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.interface import Data
 from trimtab_lm.legacy.constant_length import ConstantLengthDataset
@@ -79,8 +79,11 @@ def tokenize_rows(
     def encode_row(row: Row) -> Mapping[str, object]:
         encoded = encode(row)
         if is_encoder_decoder:
-            limits = {"input_ids": config.max_length, "labels": config.max_length}
-            short = truncate_columns(encoded, limits, mode=config.truncation_mode, stop_ids=stop_token_ids(tokenizer))  # type: ignore[arg-type]
+            ids, labels, limit, cut = encoded["input_ids"], encoded["labels"], config.max_length, config.truncation_mode
+            read = truncate_row(ids, [1] * len(ids), max_length=limit, mode=cut, stop_ids=stop_token_ids(tokenizer))  # type: ignore[arg-type]
+            written = truncate_row(labels, [1] * len(labels), max_length=limit, mode=cut)  # type: ignore[arg-type]
+            tokens_cut = read.tokens_cut + written.tokens_cut
+            short = {**written.counts, TOKENS_CUT: tokens_cut, "input_ids": read.input_ids, "labels": written.input_ids}
             check_length(encoder=len(short["input_ids"]), decoder=len(short["labels"]))
             return short
         ids, mask = encoded["input_ids"], encoded["mask"]
