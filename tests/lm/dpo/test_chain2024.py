@@ -327,6 +327,26 @@ def test_attributes_of_the_loss_have_effect_at_once(tmp_path):
     assert trainer.beta == 0.5
 
 
+def test_an_assigned_loss_that_needs_a_reference_is_refused_where_there_is_none(tmp_path):
+    trainer = dpo.trainer(tiny.gpt2(), tmp_path, loss_type="simpo")
+    with pytest.raises(ValueError, match=r"loss_type='sigmoid' needs a reference.*loss_type='simpo'"):
+        trainer.loss_type = "sigmoid"
+    trainer.reference_free, trainer.beta = False, 0.5
+    assert (trainer.loss_type, trainer.reference_free, trainer.beta) == ("simpo", True, 0.5)
+    trainer.loss_type = "orpo"
+    free = dpo.trainer(tiny.gpt2(), tmp_path, reference_free=True)
+    free.loss_type = "hinge"
+    with pytest.raises(ValueError, match="reference_free=False needs a reference"):
+        free.reference_free = False
+    assert free.reference_free
+    with_reference = dpo.trainer(tiny.gpt2(), tmp_path)
+    states = []
+    for name, value in [("loss_type", "simpo"), ("loss_type", "ipo"), ("reference_free", True)]:
+        setattr(with_reference, name, value)
+        states.append(with_reference.reference_free)
+    assert states == [True, False, True]
+
+
 def test_attributes_of_the_rows_have_effect_on_data_already_given(tmp_path):
     trainer = dpo.trainer(tiny.gpt2(), tmp_path, arguments={"eval_dataset": dpo.dataset(4)})
     trainer.max_length, trainer.max_prompt_length, trainer.truncation_mode = 8, 2, "keep_start"

@@ -59,8 +59,15 @@ class Setting:
         return self if trainer is None else getattr(trainer.config, self.name)
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        trainer.chain.check_loss(trainer.config.with_setting(self.name, value))
-        setattr(trainer.config, self.name, value)
+        changed = trainer.config.with_setting(self.name, value)
+        trainer.chain.check_loss(changed)
+        if trainer.reference is None and not changed.reference_free:
+            raise ValueError(
+                f"{self.name}={value!r} needs a reference, and the trainer was made without one, for "
+                f"loss_type={trainer.loss_type!r}, reference_free={trainer.reference_free}. Make a trainer with "
+                f"{self.name}={value!r}."
+            )
+        vars(trainer.config).update(vars(changed))
 
 
 class RefModel:

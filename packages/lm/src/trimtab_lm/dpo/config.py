@@ -109,7 +109,8 @@ class DPOConfig(TrainerConfig):
         self.loss_type = self.loss_type or "sigmoid"
         self.refuse_label_smoothing("DPO")
         self._check_settings()
-        self.reference_free = self.reference_free or not needs_reference(self.loss_type)
+        self._asks_reference_free = self.reference_free
+        self.reference_free = self._asks_reference_free or not needs_reference(self.loss_type)
         names = ("precompute_ref_log_probs", "ref_adapter_name", "ref_model_init_kwargs")
         given = [name for name in names if getattr(self, name)]
         if self.reference_free and given:
@@ -147,6 +148,9 @@ class DPOConfig(TrainerConfig):
         changed = copy.copy(self)
         setattr(changed, name, value)
         changed._check_settings()
+        if name == "reference_free":
+            changed._asks_reference_free = bool(value)
+        changed.reference_free = changed._asks_reference_free or not needs_reference(changed.loss_type)
         return changed
 
     def _check_settings(self) -> None:
