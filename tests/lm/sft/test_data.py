@@ -222,6 +222,26 @@ def test_documents_without_a_label_are_left_out():
     assert DocumentCollator(0, layout="packed")([row])["input_ids"].tolist() == [[7, 8]]
 
 
+@pytest.mark.parametrize("layout", ["row", "packed", "padded"])
+def test_the_collator_drops_padding_of_its_rows(layout):
+    plain = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 4, 5], "labels": [-100, 9, 4, 5], "seq_lengths": [2, 2]}]
+    padded = [
+        {"input_ids": [0, 0, 5, 6, 7], "attention_mask": [0, 0, 1, 1, 1], "position_ids": [0, 0, 0, 1, 2]},
+        {"input_ids": [8, 9, 4, 5, 0], "labels": [-100, 9, 4, 5, 0], "attention_mask": torch.tensor([1, 1, 1, 1, 0])},
+    ]
+    padded[1]["seq_lengths"] = [2, 3]
+    expected, batch = (DocumentCollator(0, layout=layout)(rows) for rows in (plain, padded))
+    assert expected.keys() == batch.keys()
+    assert all(torch.equal(expected[name], batch[name]) for name in expected)
+
+
+def test_the_collator_drops_padding_of_an_encoder_decoders_rows():
+    collator = DocumentCollator(0, layout="encoder-decoder", decoder_start_token_id=0)
+    row = {"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0], "labels": [7, 8, -100, -100]}
+    expected, batch = collator([{"input_ids": [5, 6], "labels": [7, 8]}]), collator([row])
+    assert all(torch.equal(expected[name], batch[name]) for name in expected)
+
+
 TEXTS = ["abc", "defgh", "i", "jk", "lmnopq"]
 
 

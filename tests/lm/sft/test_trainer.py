@@ -49,6 +49,15 @@ def exact(build):
     return tiny.exact(build(**rates))
 
 
+def test_rows_that_come_with_padding_are_trained_without_it(tmp_path):
+    rows = tiny.tokenizer()(TEXTS, padding=True)
+    assert rows["input_ids"][-1][-1] == tiny.PAD
+    columns = {name: rows[name] for name in ("input_ids", "attention_mask")}
+    _, expected = trained(exact(tiny.gpt2), tmp_path, columns)
+    _, as_they_are = trained(exact(tiny.gpt2), tmp_path, columns, dataset_kwargs={"skip_prepare_dataset": True})
+    assert_equal_weights(expected, as_they_are)
+
+
 @pytest.mark.parametrize("build", slow_but([tiny.gpt2, tiny.llama], tiny.gpt2))
 def test_rows_packed_or_padded_or_accumulated_are_one_update(build, tmp_path):
     _, expected = trained(exact(build), tmp_path, arguments={"data_collator": DocumentCollator(0, layout="padded")})

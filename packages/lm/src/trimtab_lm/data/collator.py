@@ -14,7 +14,8 @@ from trimtab_lm.tokens.positions import Positions
 class DocumentCollator:
     """Collates rows of `input_ids` and `labels` into the model's inputs and labels.
 
-    Labels are -100 where a token does not count; in a row without labels every token counts. Packed rows (with
+    Labels are -100 where a token does not count; in a row without labels every token counts. Tokens that an
+    `attention_mask` masks, such as padding, are dropped. Packed rows (with
     `seq_lengths`, or with `position_ids` that start again) are split into their documents, and documents without a
     counted token are left out.
 
@@ -43,9 +44,7 @@ class DocumentCollator:
             ValueError: a document is longer than the model's positions.
         """
         if self.layout == "encoder-decoder":
-            groups = [
-                TokenGroup(_list(row["input_ids"]), [_list(row["labels"])], [[1] * len(row["labels"])]) for row in rows
-            ]
+            groups = [_read_and_written(row) for row in rows]
         else:
             groups = [document for row in rows for document in documents(row)]
             if self.positions is not None:
@@ -63,10 +62,18 @@ def documents(row: Row) -> Iterator[TokenGroup]:
     """Yields the documents of a row with at least one counted token; the first document if there is none."""
     ids = _list(row["input_ids"])
     labels = _list(row.get("labels", ids))
-    spans = list(_spans(row, len(ids)))
-    counted = [span for span in spans if any(label != -100 for label in labels[span][1:])]
-    for span in counted or spans[:1]:
-        yield TokenGroup.document(ids[span], [int(label != -100) for label in labels[span]])
+    real = _real(row)
+    spans = [[i for i in range(len(ids))[span] if real[i]] for span in _spans(row, len(ids))]
+    counted = [span for span in spans if any(labels[i] != -100 for i in span[1:])]
+    for span in counted or [span for span in spans if span][:1]:
+        yield TokenGroup.document([ids[i] for i in span], [int(labels[i] != -100) for i in span])
+
+
+def _read_and_written(row: Row) -> TokenGroup:
+    """Returns what the encoder reads and the decoder writes, without padding."""
+    read = [token for token, one in zip(_list(row["input_ids"]), _real(row), strict=True) if one]
+    written = [label for label in _list(row["labels"]) if label != -100]
+    return TokenGroup(read, [written], [[1] * len(written)])
 
 
 def _spans(row: Row, length: int) -> Iterator[slice]:
@@ -79,6 +86,12 @@ def _spans(row: Row, length: int) -> Iterator[slice]:
         ends = [length]
     for start, end in zip([0, *ends], ends, strict=False):
         yield slice(start, end)
+
+
+def _real(row: Row) -> list[int]:
+    """Returns the row's attention mask; ones if it has none."""
+    mask = row.get("attention_mask")
+    return [1] * len(row["input_ids"]) if mask is None else _list(mask)
 
 
 def _list(values: Tensor | Sequence[int]) -> list[int]:
