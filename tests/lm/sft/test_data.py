@@ -73,6 +73,15 @@ def test_conversations_and_the_assistants_part_of_them(only: bool, counted: str)
     assert "".join(names[label] for label in row["labels"] if label != -100) == counted
 
 
+def test_a_rows_own_settings_of_the_template_come_before_those_of_the_config():
+    tokenizer = tiny.tokenizer(chat_template=TEMPLATE.replace("{{ m.role[0] }}", "{{ mark }}{{ m.role[0] }}"))
+    columns = {"messages": [TALK[:1]] * 3, "chat_template_kwargs": [{"mark": "b"}, {"other": 1}, None]}
+    rows = tokenized(columns, tokenizer, chat_template_kwargs={"mark": "c"})
+    assert [row["input_ids"] for row in rows] == [[*encode(f"{mark}u.xy"), tiny.EOS] for mark in "bcc"]
+    pairs = {"prompt": [TALK[:1]], "completion": [TALK[1:]], "chat_template_kwargs": [{"mark": "b"}]}
+    assert tokenized(pairs, tokenizer)[0]["input_ids"][0] == encode("b")[0]
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -120,6 +129,8 @@ def test_rows_whose_completion_is_cut_away_are_dropped():
         ({"prompt": ["a", "b"], "completion": ["c", ""]}, {}, "Row 1: The completion is empty"),
         ({"messages": [None, TALK]}, {}, "Row 0: The messages is None"),
         ({"input_ids": [[5, 6]], "labels": [[-100, -100]]}, {}, "Row 0: None of its tokens counts"),
+        ({"input_ids": [[5, 6, 7]], "labels": [[-100, 8, 9]]}, {}, r"Row 0: labels\[1\] is 8 and input_ids\[1\] is 6"),
+        ({"input_ids": [[5, 6, 7]], "labels": [[6, 7]]}, {}, "Row 0: There are 2 labels and 3 input_ids"),
         ({"text": ["a"]}, {"assistant_only_loss": True}, "messages"),
         ({"text": ["a"]}, {"completion_only_loss": True}, "prompt and completion"),
         ({"prompt": ["abc"], "completion": ["d"]}, {"max_length": 2}, "no token to learn from in any of 1 rows"),

@@ -1,4 +1,4 @@
-"""Removes the nulls that Arrow writes into messages and tools if rows of a dataset have different keys."""
+"""Removes the nulls that Arrow writes into messages, tools and settings if rows of a dataset have different keys."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,10 @@ NULL_ARGUMENTS = (
 
 
 def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the row without null entries in its messages and tools. The content of a message stays, null or not."""
+    """Returns the row without null entries in its messages, tools and settings of the chat template.
+
+    The content of a message stays, null or not.
+    """
     cleaned = dict(row)
     for name in CONVERSATIONS:
         if _has_messages(row.get(name)):
@@ -22,6 +25,8 @@ def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
             ]
     if isinstance(row.get("tools"), list):
         cleaned["tools"] = _filled(row["tools"])
+    if isinstance(row.get("chat_template_kwargs"), Mapping):
+        cleaned["chat_template_kwargs"] = _filled(row["chat_template_kwargs"])
     return cleaned
 
 

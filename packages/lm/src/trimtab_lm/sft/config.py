@@ -43,7 +43,9 @@ class SFTConfig(TrainerConfig):
         "and completions, that hold them already, EOS included. append_concat_token: False for constant_length without EOS between texts.",
         default=None,
     )
-    chat_template_kwargs: dict[str, object] | None = setting("Arguments of the chat template.", default=None)
+    chat_template_kwargs: dict[str, object] | None = setting(
+        "Arguments of the chat template; a row's own, in a column of this name, come before them.", default=None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -119,7 +119,8 @@ def _encoder(
     add_special_tokens = (config.dataset_kwargs or {}).get("add_special_tokens", True)
 
     def settings(row: Row) -> dict[str, Any]:
-        return {"tools": row.get("tools"), "chat_template_kwargs": config.chat_template_kwargs}
+        template = {**(config.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
+        return {"tools": row.get("tools"), "chat_template_kwargs": template}
 
     def encode(row: Row) -> Columns:
         if kind == RowFormat.TOKENIZED:
@@ -163,9 +164,20 @@ def _tokenized(row: Row, *, is_encoder_decoder: bool) -> Columns:
         }
     mask = row.get("completion_mask") or row.get("assistant_masks") or [1] * len(ids)
     if row.get("labels") is not None:
+        _check_labels(ids, row["labels"], real)
         mask = [int(label != -100) for label in row["labels"]]
     kept = [(token, int(one)) for token, one, there in zip(ids, mask, real, strict=True) if there]
     return {"input_ids": [token for token, _ in kept], "mask": [one for _, one in kept]}
+
+
+def _check_labels(ids: Sequence[int], labels: Sequence[int], real: Sequence[bool]) -> None:
+    """Raises ValueError unless a causal model's labels are its tokens, or -100."""
+    needed = "A causal model's labels are the tokens themselves, in their places, and -100 where a token does not count."
+    if len(labels) != len(ids):
+        raise ValueError(f"There are {len(labels)} labels and {len(ids)} input_ids. {needed}")
+    for place, (token, label, there) in enumerate(zip(ids, labels, real, strict=True)):
+        if there and label not in (-100, token):
+            raise ValueError(f"labels[{place}] is {label} and input_ids[{place}] is {token}. {needed}")
 
 
 def text_of(dataset: Data, config: SFTConfig, formatting_func: Formatting | None) -> Callable[[Row], str]:
