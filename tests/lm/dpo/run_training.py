@@ -97,12 +97,25 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+class Replaced(DPOTrainer):
+    """Runs the chain of documented methods."""
+
+    def dpo_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().dpo_loss(*args, **kwargs)
+
+
+def predicted(prediction: Any) -> dict[str, float]:
+    chosen, rejected = prediction.predictions[:, 0], prediction.predictions[:, 1]
+    return {"predicted": len(chosen), "margin": float((chosen - rejected).mean())}
+
+
 # 10 rows are not a multiple of 4 x 2: repetitions fill the last evaluation batch.
 CASES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
     "t5": {"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.1]},
     "precomputed": {"precompute_ref_log_probs": True},
+    "replaced": {"kind": Replaced, "compute_metrics": predicted},
 }
 
 
@@ -110,27 +123,26 @@ def run(name: str, folder: Any, *, processes: int) -> dict[str, Any]:
     """Runs two steps over 16 pairs and an evaluation over 10; each process has its share."""
     config = {"max_steps": 2, "seed": 3} | CASES[name]
     size = config.pop("per_device_train_batch_size", 4)
+    kind, metrics_of = config.pop("kind", DPOTrainer), config.pop("compute_metrics", None)
+    data = {"train_dataset": dataset(16), "eval_dataset": dataset(10)}
     model = tiny.exact(BUILDERS.get(name, tiny.gpt2)())
     trainer, weights = trained(
         model,
         f"{folder}/{name}-{processes}",
-        arguments={"train_dataset": dataset(16), "eval_dataset": dataset(10)},
+        kind=kind,
+        arguments=data if metrics_of is None else data | {"compute_metrics": metrics_of},
         per_device_train_batch_size=size * 2 // processes,
         per_device_eval_batch_size=8 // processes,
         **config,
     )
     metrics = trainer.evaluate()
-    stats = [
-        {key: value for key, value in entry.items() if "runtime" not in key and "second" not in key}
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
-    kept = {
-        key: value
-        for key, value in metrics.items()
-        if "runtime" not in key and "second" not in key and "preparation" not in key
-    }
-    return {"weights": weights, "stats": stats, "metrics": kept}
+    left_out = ("runtime", "second", "preparation", "logits/")  # 2024's mean logits go by the padding of a batch
+
+    def kept(numbers: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in numbers.items() if not any(word in key for word in left_out)}
+
+    stats = [kept(entry) for entry in trainer.state.log_history if "loss" in entry]
+    return {"weights": weights, "stats": stats, "metrics": kept(metrics)}
 
 
 def main(folder: str) -> None:
