@@ -12,7 +12,7 @@ from tests.lm import tiny
 from tests.lm.dpo import run_training as dpo
 from tests.lm.dpo.test_trainer import adapted, assert_equal_weights
 
-from trimtab_lm.dpo import DPOTrainer
+from trimtab_lm.dpo import DPOTrainer, evaluation
 from trimtab_lm.dpo.chain2024 import CHAIN
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -300,6 +300,22 @@ def test_samples_of_an_evaluation_come_from_the_replaced_method(tmp_path):
     trainer.train()
     trainer.evaluate()
     assert [row[1:] for row in rows] == [("policy 3", "reference")] * 3
+
+
+def test_a_process_without_a_prompt_samples_all_the_same(tmp_path, monkeypatch):
+    class Samples(DPOTrainer):
+        def get_batch_samples(self, model, batch):
+            asked.append(len(batch["prompt"]))
+            return ["policy"] * asked[-1], ["reference"] * asked[-1]
+
+    asked, rows = [], []
+    settings = {"generate_during_eval": True, "num_eval_samples": 1}
+    trainer = dpo.trainer(tiny.gpt2(), tmp_path, kind=Samples, **settings)
+    trainer.tables.add = lambda trainer, name, columns, added: rows.extend(added)
+    monkeypatch.setattr(evaluation, "world_size", lambda: 2)
+    monkeypatch.setattr(type(trainer.config), "process_index", 1)
+    evaluation.log_answers(trainer, trainer.train_dataset, "eval_samples")
+    assert (asked, rows) == ([1], [])
 
 
 # Attributes -----------------------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ def llama() -> Any:
 
 # FSDP's own checkpointing would recompute in backward too; here Trainer's argument uses transformers' layers.
 CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+SAMPLED = {"generate_during_eval": True, "num_eval_samples": 1, "max_new_tokens": 2}
 
 
 def with_lora(model: Any, modules: list[str]) -> Any:
@@ -199,6 +200,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "reward adapters": lambda *at, **more: reward(classifier(), *at, peft_config=lora(), **more),
     "dpo": lambda *at, **more: dpo(llama(), *at, **more),
     "dpo adapters": lambda *at, **more: dpo(llama(), *at, peft_config=lora(), **more),
+    "dpo sampled": lambda *at, **more: dpo(llama(), *at, **SAMPLED, **more),
     "kto": lambda *at, **more: kto(llama(), *at, **more),
     "kto adapters": lambda *at, **more: kto(llama(), *at, peft_config=lora(), **more),
     "grpo": lambda *at, **more: grpo(llama(), *at, **more),

@@ -47,17 +47,18 @@ def log_answers(trainer: Any, dataset: Data, name: str) -> None:
     config = trainer.config
     seed = sampling_seed(config.seed, rank=0, draw=trainer.state.global_step)
     prompts = prompts_to_sample(dataset, config.num_eval_samples, seed=seed)
-    prompts = prompts[config.process_index :: world_size()]
-    texts = [trainer.tokenizer.decode(prompt) for prompt in prompts]
+    mine = prompts[config.process_index :: world_size()]
+    shown = mine or prompts[:1]  # all processes sample, because the weights may be divided among them
+    texts = [trainer.tokenizer.decode(prompt) for prompt in shown]
     answers: tuple[list[str], list[str]] = ([], [])
-    if prompts:
-        rows = [{"prompt_input_ids": prompt, "prompt_attention_mask": torch.ones_like(prompt)} for prompt in prompts]
+    if shown:
+        rows = [{"prompt_input_ids": prompt, "prompt_attention_mask": torch.ones_like(prompt)} for prompt in shown]
         collate = DPODataCollatorWithPadding(trainer.padding_value, is_encoder_decoder=trainer.is_encoder_decoder)
         answers = trainer.get_batch_samples(trainer.model, {**collate(rows), "prompt": texts})
     names = ["prompt", "policy"]
     if runnable(trainer.reference, trainer.model) is not None:
         names.append("reference")
-    table = list(zip(*[texts, *answers][: len(names)], strict=True))
+    table = list(zip(*[texts, *answers][: len(names)], strict=True))[: len(mine)]
     turns = itertools.zip_longest(*gather_over_ranks(table))
     trainer.tables.add(trainer, name, names, [row for turn in turns for row in turn if row is not None])
 
