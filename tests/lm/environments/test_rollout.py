@@ -154,6 +154,25 @@ def test_an_episode_stays_within_the_positions_of_the_model():
         episodes_of(rollout(sampler()), [tensor_of("x" * 61)])
 
 
+def test_a_process_whose_episodes_are_over_samples_from_a_prompt(monkeypatch):
+    """While another process goes on. The context of its own episode may fill all positions, as here."""
+    monkeypatch.setattr("trimtab_lm.environments.rollout.gather_over_ranks", lambda is_active: [is_active, True])
+    prompt, asked = "x" * 51, []
+
+    class Listed(Script):
+        def generate(self, prompts, **options):
+            asked.append(list(map(len, prompts)))
+            return super().generate(prompts, **options)
+
+    turns = {prompt: ["abcd"], f"{prompt}abcdabcd.": ["abcd"]}
+    talk = episodes_of(rollout(Listed(turns), max_turns=4), [tensor_of(prompt)])
+    assert asked == [[51], [60], [51], [51]]
+    assert talk.episodes.numbers["turns"] == [2]
+    asked.clear()
+    assert episodes_of(rollout(Listed(turns), max_turns=2), []).completions == []
+    assert asked == [[], []]
+
+
 def test_an_episode_whose_last_turn_was_cut_is_cut():
     class Once(Echo):
         def step(self, text, ids):

@@ -153,8 +153,9 @@ class EnvironmentRollout:
             if turn == 0:
                 sampled = self.backend.generate(prompts, num_generations=num_generations, version=version, seed=seed)
             else:
-                # A process whose episodes are over takes part, because the weights may be divided among processes.
-                contexts = [episode.context for episode in active or episodes[:1]]
+                # A process whose episodes are over takes part, because the weights may be divided among processes. It
+                # samples from a prompt, which has room for a turn.
+                contexts = [episode.context for episode in active] or [episode.prompt for episode in episodes[:1]]
                 turn_seed = sampling_seed(seed, rank=0, draw=turn)
                 sampled = self.backend.generate(contexts, num_generations=1, version=version, seed=turn_seed)
             is_told, is_policy = is_told and sampled.logprobs is not None, is_policy and sampled.is_policy
