@@ -180,6 +180,7 @@ def sampling_params(
     settings: SamplingSettings, eos_ids: Sequence[int], *, n: int, seed: int, number: int
 ) -> dict[str, Any]:
     """Arguments of `vllm.SamplingParams` for a prompt's number; each generation gets its own seed."""
+    own = settings.generation_kwargs
     return {
         "n": n,
         "max_tokens": settings.max_completion_length,
@@ -187,10 +188,10 @@ def sampling_params(
         "min_p": settings.min_p or 0.0,
         "seed": sampling_seed(seed, rank=0, draw=number) % 2**31,  # vLLM adds the number of the generation
         "logprobs": 0,  # of the sampled token alone
-        "stop_token_ids": list(eos_ids),
         "ignore_eos": True,  # ours end a completion, which the engine's own need not be
-        "detokenize": "stop" in settings.generation_kwargs,
-        **settings.generation_kwargs,
+        "detokenize": "stop" in own,
+        **own,
+        "stop_token_ids": [*eos_ids, *(own.get("stop_token_ids") or ())],
     }
 
 
