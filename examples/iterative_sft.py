@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
+import torch
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from trimtab_common.config import parse_config
@@ -58,16 +59,17 @@ def main(run: RunConfig, config: IterativeSFTConfig) -> None:
         seed=config.seed,
     )
     prompts = [f"Once there was a {hero} {place}." for place in PLACES for hero in HEROES][: run.prompts]
-    queries = [trainer.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    queries = [torch.tensor(trainer.tokenizer(prompt)["input_ids"]) for prompt in prompts]
     if config.resume_from_checkpoint:
         trainer.train(config.resume_from_checkpoint)
         sampler.calls = trainer.progress.calls
     for number in range(trainer.progress.calls, run.rounds):
-        texts = [best for (best,) in sampler.generate(queries)]
-        answers = [text.removeprefix(prompt) for text, prompt in zip(texts, prompts, strict=True)]
-        kept = [pair for pair in zip(texts, answers, strict=True) if pair[1]]  # a sample may be empty
-        stats = trainer.step(texts=[text for text, _ in kept], texts_labels=[answer for _, answer in kept])
-        print(f"round {number + 1}: sentiment {fmean(happiness(answers)):+.3f}, loss {stats['loss']:.3f}", flush=True)
+        answers = [best for (best,) in sampler.generate_ids(queries)]
+        pairs = list(zip(queries, answers, strict=True))
+        labels = [torch.cat([torch.full_like(query, -100), answer]) for query, answer in pairs]
+        stats = trainer.step([torch.cat(pair) for pair in pairs], labels=labels)
+        texts = trainer.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        print(f"round {number + 1}: sentiment {fmean(happiness(texts)):+.3f}, loss {stats['loss']:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,14 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from trimtab_lm.iterative_sft.data import Rows
+from trimtab_lm.iterative_sft.run import StepRun
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBER = r"[+-]?\d+\.\d+"
@@ -103,3 +107,18 @@ def test_an_interrupted_example_resumes_to_the_weights_of_one_that_was_not(name:
     assert files
     for file in files:
         torch.testing.assert_close(load_file(last / file), load_file(whole / file), rtol=0, atol=0)
+
+
+def test_best_of_n_learns_no_end_where_a_sample_was_cut(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    learnt, begin = [], StepRun.begin_call
+
+    def begin_call(run: StepRun, rows: Rows) -> Any:
+        learnt.extend([label for label in row["labels"] if label != -100] for row in rows)
+        return begin(run, rows)
+
+    monkeypatch.setattr(StepRun, "begin_call", begin_call)
+    monkeypatch.setattr(sys, "argv", ["iterative_sft.py", "--smoke", "--max_new_tokens=2"])
+    runpy.run_path(str(ROOT / "examples" / "iterative_sft.py"), run_name="__main__")
+    assert [len(labels) for labels in learnt] == [2] * 8

@@ -40,6 +40,16 @@ def test_texts_hold_query_and_response():
     assert 0 < len(best[0]) - len(query) <= 5
 
 
+def test_ids_are_those_of_the_texts_and_end_in_eos_where_the_model_sampled_it():
+    options = {"sample_size": 8, "n_candidates": 8}
+    texts, responses = sampler(**options).generate(QUERIES), sampler(**options).generate_ids(QUERIES)
+    for query, written, chosen in zip(QUERIES, texts, responses, strict=True):
+        rows = [torch.cat([query, ids]) for ids in chosen]
+        assert tiny.tokenizer().batch_decode(rows, skip_special_tokens=True) == written
+    ends = {(len(ids) == 5, int(ids[-1]) == tiny.EOS) for group in responses for ids in group}
+    assert {(True, False), (False, True)} <= ends <= {(True, False), (False, True), (True, True)}
+
+
 @pytest.mark.parametrize(
     "queries", [QUERIES[0], QUERIES[0].tolist(), torch.stack([QUERIES[0], QUERIES[0]]), [QUERIES[0].tolist()] * 2]
 )

@@ -82,8 +82,35 @@ class BestOfNSampler:
             TypeError, ValueError: `queries_to_scores` returns something else than a finite number for each text; or
                 there are settings for a rollout.
         """
+        best = self._best_of_each(_queries(tokenized_query), skip_special_tokens, device, generation_kwargs)
+        return [[text for text, _ in candidates] for candidates in best]
+
+    def generate_ids(
+        self,
+        tokenized_query: Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]],
+        device: torch.device | str | None = None,
+        **generation_kwargs: Any,
+    ) -> list[list[Tensor]]:
+        """The best responses to each query, as `generate` chooses them, but as token ids on the query's device.
+
+        A response ends in an end token exactly if the model has sampled one, which its text does not tell: learn these
+        ids, not the text. Arguments and errors are those of `generate`.
+        """
+        queries = _queries(tokenized_query)
+        best = self._best_of_each(queries, True, device, generation_kwargs)
+        pairs = zip(queries, best, strict=True)
+        return [[response.to(query.device) for _, response in candidates] for query, candidates in pairs]
+
+    def _best_of_each(
+        self,
+        queries: list[Tensor],
+        skip_special_tokens: bool,
+        device: torch.device | str | None,
+        generation_kwargs: dict[str, Any],
+    ) -> list[list[tuple[str, Tensor]]]:
+        """The best texts for each query, with their responses."""
         device = self.model.device if device is None else device
-        queries = [query.to(device) for query in _queries(tokenized_query)]
+        queries = [query.to(device) for query in queries]
         if self.rollout is None:
             groups = self._sample(queries, generation_kwargs)
         else:
@@ -124,13 +151,13 @@ class BestOfNSampler:
         self.calls += 1
         return sampling_seed(self.seed, rank=0, draw=self.calls)
 
-    def _best(self, query: Tensor, responses: list[Tensor], skip_special_tokens: bool) -> list[str]:
+    def _best(self, query: Tensor, responses: list[Tensor], skip_special_tokens: bool) -> list[tuple[str, Tensor]]:
         has_query = not self.model.config.is_encoder_decoder
         rows = [torch.cat([query, response]) if has_query else response for response in responses]
         texts = self.tokenizer.batch_decode([row.tolist() for row in rows], skip_special_tokens=skip_special_tokens)
         items = [f"text {i}" for i in range(len(texts))]
         scores = checked_scores(self.queries_to_scores(texts), items, source="What queries_to_scores returned")
-        return [texts[i] for i in torch.tensor(scores).topk(self.n_candidates).indices]
+        return [(texts[i], responses[i]) for i in torch.tensor(scores).topk(self.n_candidates).indices]
 
 
 def _queries(tokenized_query: Any) -> list[Tensor]:
