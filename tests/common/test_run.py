@@ -151,7 +151,7 @@ def test_a_folder_that_is_sealed_anew_keeps_what_its_manifest_says(tmp_path):
     resumed = Loop()
     resumed.run.load(path)
     assert resumed.steps_done == 1
-    with pytest.raises(CheckpointError, match="settings|another"):
+    with pytest.raises(CheckpointError, match=r"settings|another"):
         Loop(settings={"seed": 1}).run.load(path)
     (path / "manifest.json").unlink()
     sealing.main([str(path)])
