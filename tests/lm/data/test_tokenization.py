@@ -356,7 +356,7 @@ def test_the_implicit_prompt_of_conversations_is_their_common_messages():
 
 def test_a_prompt_of_another_kind_than_the_answers_is_not_lost():
     texts = {"prompt": [USER], "chosen": "the birds", "rejected": "the cats"}
-    with pytest.raises(ValueError, match="a list of messages and the answers are texts. Make the answers messages"):
+    with pytest.raises(ValueError, match=r"a list of messages and the answers are texts\. Make the answers messages"):
         preference_parts(texts)
     good, bad = ([{"role": "assistant", "content": texts[side]}] for side in ("chosen", "rejected"))
     system = {"role": "system", "content": "Be brief."}

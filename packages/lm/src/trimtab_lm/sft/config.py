@@ -40,7 +40,8 @@ class SFTConfig(TrainerConfig):
     )
     dataset_kwargs: dict[str, Any] | None = setting(
         "skip_prepare_dataset: the rows are the collator's business. add_special_tokens: False for texts, or prompts "
-        "and completions, that hold them already, EOS included. append_concat_token: False for constant_length without EOS between texts.",
+        "and completions, that hold them already, EOS included. append_concat_token: False for constant_length "
+        "without EOS between texts.",
         default=None,
     )
     chat_template_kwargs: dict[str, object] | None = setting(

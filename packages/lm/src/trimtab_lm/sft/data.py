@@ -79,13 +79,13 @@ def tokenize_rows(
     def encode_row(row: Row) -> Mapping[str, object]:
         encoded = encode(row)
         if is_encoder_decoder:
-            ids, labels, limit, cut = encoded["input_ids"], encoded["labels"], config.max_length, config.truncation_mode
-            read = truncate_row(ids, [1] * len(ids), max_length=limit, mode=cut, stop_ids=stop_token_ids(tokenizer))  # type: ignore[arg-type]
-            written = truncate_row(labels, [1] * len(labels), max_length=limit, mode=cut)  # type: ignore[arg-type]
-            tokens_cut = read.tokens_cut + written.tokens_cut
-            short = {**written.counts, TOKENS_CUT: tokens_cut, "input_ids": read.input_ids, "labels": written.input_ids}
-            check_length(encoder=len(short["input_ids"]), decoder=len(short["labels"]))
-            return short
+            limits: dict[str, Any] = {"max_length": config.max_length, "mode": config.truncation_mode}
+            ids, labels = encoded["input_ids"], encoded["labels"]
+            read = truncate_row(ids, [1] * len(ids), stop_ids=stop_token_ids(tokenizer), **limits)
+            written = truncate_row(labels, [1] * len(labels), **limits)
+            check_length(encoder=len(read.input_ids), decoder=len(written.input_ids))
+            counts = {**written.counts, TOKENS_CUT: read.tokens_cut + written.tokens_cut}
+            return {"input_ids": read.input_ids, "labels": written.input_ids, **counts}
         ids, mask = encoded["input_ids"], encoded["mask"]
         cut = truncate_row(ids, mask, max_length=config.max_length if is_cut else None, mode=config.truncation_mode)  # type: ignore[arg-type]
         if not any(mask):
@@ -134,7 +134,10 @@ def _encoder(
         prompt, completion = row["prompt"], row["completion"]
         if is_encoder_decoder:
             return encode_seq2seq(tokenizer, prompt, completion, **settings(row))
-        special = {"add_special_tokens": add_special_tokens, "add_eos": add_special_tokens or not isinstance(prompt, str)}
+        special = {
+            "add_special_tokens": add_special_tokens,
+            "add_eos": add_special_tokens or not isinstance(prompt, str),
+        }
         encoded = encode_prompt_completion(tokenizer, prompt, completion, **special, **settings(row))
         ids, mask = encoded["input_ids"], encoded["completion_mask"]
         return {"input_ids": ids, "mask": [1] * len(ids) if config.completion_only_loss is False else mask}
@@ -172,7 +175,7 @@ def _tokenized(row: Row, *, is_encoder_decoder: bool) -> Columns:
 
 def _check_labels(ids: Sequence[int], labels: Sequence[int], real: Sequence[bool]) -> None:
     """Raises ValueError unless a causal model's labels are its tokens, or -100."""
-    needed = "A causal model's labels are the tokens themselves, in their places, and -100 where a token does not count."
+    needed = "A causal model's labels are the tokens themselves, in their places, or -100 where a token does not count."
     if len(labels) != len(ids):
         raise ValueError(f"There are {len(labels)} labels and {len(ids)} input_ids. {needed}")
     for place, (token, label, there) in enumerate(zip(ids, labels, real, strict=True)):
