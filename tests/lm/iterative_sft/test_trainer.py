@@ -184,6 +184,22 @@ def test_evaluation_logging_and_saving_go_by_optimizer_steps(tmp_path):
     assert sft.evaluate()["eval_loss"] == pytest.approx(float(torch.cat(nll).mean()), rel=1e-9)
 
 
+def test_tokens_are_counted_and_the_start_is_evaluated_where_the_settings_ask_for_it(tmp_path):
+    data = {"eval_dataset": Dataset.from_dict({"text": ["abc", "de"]})}
+    counted = {"include_num_input_tokens_seen": "non_padding", "eval_on_start": True, "per_device_train_batch_size": 5}
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    sft, read = trainer(tmp_path=tmp_path, arguments=data, **counted, **saved), sum(map(len, ROWS))
+    sft.step(ROWS)
+    sft.step(ROWS)
+    start, *logs = sft.state.log_history
+    assert (start["step"], "eval_loss" in start) == (0, True)
+    assert [log["num_input_tokens_seen"] for log in logs] == [read, 2 * read]
+    resumed = trainer(tmp_path=tmp_path, arguments=data, **counted, **saved)
+    resumed.train(resume_from_checkpoint=True)
+    resumed.step(ROWS)
+    assert resumed.state.num_input_tokens_seen == 3 * read
+
+
 @pytest.mark.parametrize("after", [2, 3, 4])
 def test_a_resumed_trainer_goes_on_as_if_nothing_had_happened(after: int, tmp_path):
     """Bitwise with dropout, within a call of step (after 2 and 4, with 3 updates per call) and between calls (3)."""

@@ -1,10 +1,10 @@
 """Arguments of scripts: private names of argparse (Python 3.10 to 3.13) and of transformers 5.17 to 5.24."""
 
 from argparse import Action, ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import TextClassificationPipeline, TrainingArguments
+from transformers import TextClassificationPipeline, Trainer, TrainingArguments
 
 
 def actions_of(parser: ArgumentParser) -> dict[str, Action]:
@@ -15,6 +15,11 @@ def actions_of(parser: ArgumentParser) -> dict[str, Action]:
 def set_gpus(args: TrainingArguments, count: int) -> None:
     """Says how many GPUs of this process transformers wraps in DataParallel; `n_gpu` has no setter."""
     args._n_gpu = count
+
+
+def count_tokens(trainer: Trainer, batch: Mapping[str, Any]) -> None:
+    """Adds a batch's tokens to the trainer's state, if `include_num_input_tokens_seen` asks for it. Collective."""
+    trainer._track_num_input_tokens(batch)
 
 
 def wrap_parameters(kind: type[TextClassificationPipeline], wrap: Callable[[Any], Any]) -> None:

@@ -24,6 +24,7 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.sharding import whole_tensor
 from trimtab_common.stats import Mean, Recorder, gather_over_ranks
+from trimtab_lm.compat.arguments import count_tokens
 from trimtab_lm.hf.checkpoints import STATE
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
 from trimtab_lm.hf.labels import LabelTrainer
@@ -115,6 +116,7 @@ class StepRun:
     def backward(self, batch: Batch, count: Tensor) -> None:
         """Forward and backward of a batch, as in `Trainer.train`."""
         trainer = self.trainer
+        count_tokens(trainer, batch)
         self.unlogged_loss += trainer.training_step(trainer.model_wrapped, batch, count)
         trainer.current_flos += int(trainer.floating_point_ops(batch))
 
@@ -235,6 +237,8 @@ class StepRun:
         self.notify("on_train_begin")
         trainer.state.max_steps = horizon
         self._is_started = True
+        if args.eval_on_start:
+            trainer.evaluate()
 
     def _prepare(self, horizon: int) -> None:
         """Place and wrap the model and the optimizer, and make the schedule over `horizon` updates."""
