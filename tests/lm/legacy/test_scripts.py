@@ -107,6 +107,8 @@ def test_a_file_replaces_defaults_and_flags_replace_the_file(tmp_path, monkeypat
         TrlParser(ScriptArguments).parse_args_and_config(words[:2])
     (script,) = TrlParser(ScriptArguments, ignore_extra_args=True).parse_args_and_config(words[:2])
     assert script.dataset_name == "texts"
+    (script,) = TrlParser(ScriptArguments, ignore_extra_args=True).parse_args_and_config(["=".join(words[:2])])
+    assert (script.dataset_name, script.config) == ("texts", None)
     (tmp_path / "run.yaml").write_text("seed: 1\nseed: 2\n")
     with pytest.raises(ValueError, match=r"run\.yaml: not readable as YAML: line 2 sets 'seed'"):
         TrlParser(ScriptArguments).parse_args_and_config(words[:2])

@@ -115,7 +115,10 @@ class TrlParser(HfArgumentParser):
         Raises:
             ValueError: the file holds other arguments than the dataclasses do.
         """
-        words = list(sys.argv[1:] if args is None else args)
+        given = sys.argv[1:] if args is None else args
+        words = list[str]()
+        for word in given:
+            words += word.split("=", 1) if word.startswith("--config=") else [word]
         if "--config" in words:
             place = words.index("--config")
             self._set_defaults(words[place + 1])
