@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from trimtab_lm.hf.config import CHECKPOINTING
+from trimtab_lm.hf.labels import numbered_rows
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 
 TEXTS = ["hello world.", "abc.", "a longer text than the others.", "x y z.", "no.", "some more words.", "tiny.", "end."]
@@ -348,6 +349,15 @@ def test_rows_of_like_length_share_a_batch(packing: bool, tmp_path):
         assert spread("group_by_length") <= spread("random")
     else:
         assert spread("group_by_length") < 0.6 * spread("random")
+
+
+def test_repeated_rows_of_an_encoder_decoder_do_not_count_whatever_the_widths(tmp_path):
+    sft = trainer(tmp_path, tiny.t5(), PAIRS)
+    rows = [{"input_ids": [5, 6, 7], "labels": [8]}, {"input_ids": [9], "labels": [10, 11, 12]}]
+    batch = numbered_rows(sft.data_collator)(rows)
+    assert batch["input_ids"].shape == batch["labels"].shape
+    labels = sft.without_repetitions(batch, 1)["labels"]
+    assert labels.tolist() == [[8, -100, -100], [-100] * 3]
 
 
 @pytest.mark.slow

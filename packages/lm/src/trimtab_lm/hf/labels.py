@@ -51,7 +51,7 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
         if real_rows is None:
             return rest
         row = batch.get("row", torch.arange(len(labels), device=labels.device)[:, None])
-        row = row if row.shape == labels.shape else row[:, :1]  # of an encoder: the decoder's rows are the same
+        row = row[:, :1] if self.is_encoder_decoder else row  # the positions are the encoder's, the labels the decoder's
         return {**rest, "labels": labels.masked_fill(row >= real_rows, -100)}
 
     def compute_loss(
