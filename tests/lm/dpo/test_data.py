@@ -125,6 +125,23 @@ def test_what_was_cut_is_said():
         tokenize_pairs(Dataset.from_list([ROW]), tokenizer_of(max_length=8), num_proc=None)
 
 
+@pytest.mark.parametrize("seq2seq", [False, True])
+def test_pairs_with_equal_answers_are_dropped(seq2seq: bool):
+    """The second pair's are equal, the third's once they are cut."""
+    rows = [
+        {"prompt": "abc ", "chosen": chosen, "rejected": rejected}
+        for chosen, rejected in (("x", "y"), ("x", "x"), ("xyz", "xyu"))
+    ]
+    tokenize = tokenizer_of(seq2seq=seq2seq, max_target_length=2, truncation_mode="keep_start")
+    with pytest.warns(UserWarning, match=r"Dropped 2 of 3 pairs, .* same tokens \(max_target_length=2\)"):
+        assert len(tokenize_pairs(Dataset.from_list(rows), tokenize, num_proc=None)) == 1
+    stream = tokenize_pairs(Dataset.from_list(rows).to_iterable_dataset(), tokenize, num_proc=None)
+    with pytest.warns(UserWarning, match="A pair of the stream has .* the same tokens"):
+        assert len(list(stream)) == 1
+    with pytest.raises(ValueError, match="Each of the 1 pairs has .* the same tokens"):
+        tokenize_pairs(Dataset.from_list(rows[1:2]), tokenize, num_proc=None)
+
+
 @pytest.mark.parametrize(
     ("rows", "says"),
     [

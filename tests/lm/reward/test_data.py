@@ -10,6 +10,7 @@ from tests.lm import tiny
 from tests.lm.reward.run_distributed import config, pairs
 
 from trimtab_lm.reward.collator import PairCollator, RewardDataCollatorWithPadding, pair_rows, sequences
+from trimtab_lm.reward.collator import SIDES
 from trimtab_lm.reward.data import prepare_pairs
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
@@ -134,9 +135,27 @@ def test_keep_start_and_keep_end_cut_by_their_rule(is_tokenized: bool, tmp_path)
 
 def test_a_pair_whose_answers_are_cut_to_the_same_is_dropped(tmp_path):
     row = {"prompt": "a ", "chosen": "bcdefg", "rejected": "bcdefh"}
-    with pytest.warns(UserWarning, match="dropped 1"):
+    with pytest.warns(UserWarning, match=r"Dropped 1 of 2 pairs, .* same tokens \(max_length=5\)"):
         dataset = prepared([row, LONG[0]], tmp_path, max_length=5, truncation_mode="keep_start")
     assert len(dataset) == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_length": 9}, {"max_length": 9, "truncation_mode": "keep_end"}])
+@pytest.mark.parametrize("is_tokenized", [False, True])
+def test_pairs_with_equal_answers_are_dropped(is_tokenized: bool, settings, tmp_path):
+    rows = [LONG[0], {**LONG[0], "rejected": LONG[0]["chosen"]}]
+    if is_tokenized:
+        ids = [[tiny.tokenizer()(row["prompt"] + row[side])["input_ids"] for side in SIDES] for row in rows]
+        rows = [{f"input_ids_{side}": one for side, one in zip(SIDES, pair, strict=True)} for pair in ids]
+    with pytest.warns(UserWarning, match="Dropped 1 of 2 pairs, each of which has .* the same tokens"):
+        assert len(prepared(rows, tmp_path, **settings)) == 1
+    stream = prepare_pairs(
+        Dataset.from_list(rows).to_iterable_dataset(), tiny.tokenizer(), config(tmp_path, **settings)
+    )
+    with pytest.warns(UserWarning, match="A pair of the stream has .* the same tokens"):
+        assert len(list(stream)) == 1
+    with pytest.raises(ValueError, match="Each of the 1 pairs has .* the same tokens"):
+        prepared(rows[1:], tmp_path, **settings)
 
 
 @pytest.mark.parametrize("mode", ["filter", "keep_start"])

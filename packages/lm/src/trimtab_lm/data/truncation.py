@@ -1,4 +1,4 @@
-"""Truncates long rows, and warns of it."""
+"""Truncates long rows, drops pairs that cannot be used, and warns of it."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -13,6 +13,8 @@ Mode = Literal["keep_start", "keep_end"]
 
 TOKENS_CUT, IS_EMPTIED = "tokens_cut", "is_emptied"
 """The columns of counts, which `report_truncation` reads and removes."""
+IS_TIE = "is_tie"
+"""The column that marks pairs whose answers have the same tokens, which `drop_ties` reads and removes."""
 
 
 class TruncatedRow(NamedTuple):
@@ -211,6 +213,49 @@ def _drop_emptied_of_stream(dataset: IterableDataset, limit: str) -> IterableDat
         return not row[IS_EMPTIED]
 
     return dataset.filter(is_kept).remove_columns([TOKENS_CUT, IS_EMPTIED])
+
+
+def drop_ties(dataset: Data, *, limit: str = "") -> Data:
+    """Removes the pairs whose answers have the same tokens, as they are or after truncation; see `drop_pairs`.
+
+    Args:
+        dataset: with the column IS_TIE.
+        limit: the settings that may have caused it, such as "max_length=512".
+    """
+    why = "has a chosen and a rejected answer of the same tokens" + (f" ({limit})" if limit else "")
+    return drop_pairs(dataset, IS_TIE, why=why, remedy="Nothing is preferred there: check the columns and the limits.")
+
+
+def drop_pairs(dataset: Data, mark: str, *, why: str, remedy: str) -> Data:
+    """Removes marked pairs and the column of marks, and warns once: of their number, or at the first one of a stream.
+
+    Args:
+        mark: the column, True for a pair to remove.
+        why: what is wrong with such a pair, such as "has a text of more than max_length=512 tokens".
+        remedy: how to keep the pairs.
+
+    Raises:
+        ValueError: no pair is left.
+    """
+    if not isinstance(dataset, Dataset):
+        has_warned = False
+
+        def is_kept(row: Row) -> bool:
+            nonlocal has_warned
+            if row[mark] and not has_warned:
+                has_warned = True
+                warnings.warn(f"A pair of the stream {why}: it is dropped, as all such are. {remedy}", stacklevel=2)
+            return not row[mark]
+
+        return dataset.filter(is_kept).remove_columns(mark)
+    kept = [i for i, is_marked in enumerate(dataset[mark]) if not is_marked]
+    dropped = len(dataset) - len(kept)
+    if dropped and not kept:
+        raise ValueError(f"Each of the {dropped:,} pairs {why}, so none is left. {remedy}")
+    if dropped:
+        warnings.warn(f"Dropped {dropped:,} of {len(dataset):,} pairs, each of which {why}. {remedy}", stacklevel=2)
+        dataset = dataset.select(kept)
+    return dataset.remove_columns(mark)
 
 
 def _kept(

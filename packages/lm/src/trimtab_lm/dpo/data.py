@@ -38,8 +38,10 @@ from trimtab_lm.data.tokenization import (
     stop_token_ids,
 )
 from trimtab_lm.data.truncation import (
+    IS_TIE,
     TOKENS_CUT,
     Mode,
+    drop_ties,
     report_truncation,
     truncate_answers,
     truncate_columns,
@@ -87,7 +89,7 @@ class PairTokenizer:
         return ", ".join(f"{name}={getattr(self, name)}" for name in LIMITS if getattr(self, name) is not None)
 
     def __call__(self, row: Row) -> dict[str, object]:
-        """The token columns of a row, and the counts of removed tokens for `report_truncation`."""
+        """The token columns of a row, and the columns that `report_truncation` and `drop_ties` read."""
         settings = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
         if self.is_encoder_decoder:
             return self._seq2seq(encode_preference_seq2seq(self.tokenizer, row, **settings))
@@ -106,7 +108,8 @@ class PairTokenizer:
                 token if counts else self.label_pad_token_id for token, counts in zip(ids, mask, strict=True)
             ]
         self.check_length(pair)
-        return _with_masks(pair | {TOKENS_CUT: pair[TOKENS_CUT] + cut})
+        is_tie = pair["chosen_input_ids"] == pair["rejected_input_ids"]
+        return _with_masks(pair | {TOKENS_CUT: pair[TOKENS_CUT] + cut, IS_TIE: is_tie})
 
     def _encoded(self, row: Row, settings: dict[str, Any]) -> Columns:
         if self.build is None:
@@ -191,7 +194,7 @@ class PairTokenizer:
         )
         pair |= {f"{side}_labels": pair.pop(f"{side}_input_ids") for side in SIDES}
         self.check_length(pair)
-        return _with_masks(pair)
+        return _with_masks(pair | {IS_TIE: pair["chosen_labels"] == pair["rejected_labels"]})
 
 
 def _with_masks(pair: dict[str, Any]) -> dict[str, object]:
@@ -211,13 +214,15 @@ def tokenize_pairs(
     num_proc: int | None,
     tokenize_row: Callable[[Row], Mapping[str, object]] | None = None,
 ) -> Dataset | IterableDataset:
-    """The dataset's pairs as token columns; a tokenized dataset is returned unchanged.
+    """The dataset's pairs as token columns, without those whose answers have the same tokens.
+
+    A tokenized dataset is returned unchanged, and so are the rows of a replaced `tokenize_row`.
 
     keep_columns: keep the columns that were there, for a collator that reads them. tokenize_row: takes the place of
     `tokenize`; it gets the columns of a row, its prompt among them.
 
     Raises TypeError for what is no dataset of `datasets`, ValueError for columns that are missing, for a row that
-    cannot be used (it says which), and where truncation leaves no pair.
+    cannot be used (it says which), and where no pair is left.
     """
     dataset = as_data(dataset)
     columns = columns_of(dataset)
@@ -236,7 +241,8 @@ def tokenize_pairs(
     if tokenize_row is not None:
         return prepare_dataset(dataset, partial(_with_prompt, tokenize_row), **options)
     row_format(columns, (RowFormat.PREFERENCE, RowFormat.IMPLICIT_PREFERENCE), needed_for="DPO")
-    return report_truncation(prepare_dataset(dataset, tokenize, **options), limit=tokenize.limits)
+    pairs = report_truncation(prepare_dataset(dataset, tokenize, **options), limit=tokenize.limits)
+    return drop_ties(pairs, limit=tokenize.limits)
 
 
 def _with_prompt(tokenize_row: Callable[[Row], Mapping[str, object]], row: Row) -> Mapping[str, object]:

@@ -1,9 +1,7 @@
 """Pairs of answers as token ids, from texts, conversations or the documented pre-tokenized columns."""
 
-import warnings
 from typing import Any
 
-from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import (
@@ -17,7 +15,7 @@ from trimtab_lm.data.formats import (
 )
 from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt_completion, ends_in_sep, stop_token_ids
-from trimtab_lm.data.truncation import IS_EMPTIED, Mode, report_truncation, truncate_answers
+from trimtab_lm.data.truncation import IS_TIE, Mode, drop_pairs, drop_ties, report_truncation, truncate_answers
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.tokens.positions import Positions
 
@@ -40,8 +38,9 @@ def prepare_pairs(
 ) -> DataSource:
     """The dataset with the columns that `reward_collator` reads, and pairs longer than max_length dropped or cut.
 
-    Other columns stay if keeps_columns. A `length_column_name`, of both texts together, is made where the sampling goes
-    by it. positions: of the model; ValueError for a text that is longer and was neither dropped nor cut.
+    Pairs whose answers have the same tokens are dropped. Other columns stay if keeps_columns. A `length_column_name`,
+    of both texts together, is made where the sampling goes by it. positions: of the model; ValueError for a text that
+    is longer and was neither dropped nor cut.
     """
     dataset = as_data(dataset)
     columns, max_length, mode = columns_of(dataset), args.max_length, args.truncation_mode
@@ -58,6 +57,7 @@ def prepare_pairs(
         elif max_length is not None:
             pair = _cut(pair, tokenizer, max_length, mode)
             encoded |= {name: value for name, value in pair.items() if not name.endswith(("_ids", "_mask"))}
+        encoded[IS_TIE] = pair["chosen_input_ids"] == pair["rejected_input_ids"]
         for side in SIDES:
             ids = pair[f"{side}_input_ids"]
             if positions is not None and not encoded.get(TOO_LONG):
@@ -72,20 +72,20 @@ def prepare_pairs(
 
     pairs = prepare_dataset(dataset, encode, keep=kept, num_proc=args.dataset_num_proc, desc="Tokenizing pairs")
     if max_length is None:
-        return pairs
+        return drop_ties(pairs)
+    limit = f"max_length={max_length}"
     if mode == "filter":
-        return _without_long(pairs, max_length)
-    return report_truncation(pairs, limit=f"max_length={max_length}")
+        remedy = "Raise max_length, or cut them with truncation_mode='keep_start' or 'keep_end'."
+        return drop_ties(drop_pairs(pairs, TOO_LONG, why=f"has a text of more than {limit} tokens", remedy=remedy))
+    return drop_ties(report_truncation(pairs, limit=limit), limit=limit)
 
 
 def _cut(pair: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase, length: int, mode: Mode) -> dict[str, Any]:
-    """A pair of at most so many tokens; it is emptied where what told the answers apart was cut: it has no winner."""
+    """A pair of at most so many tokens."""
     first = tokenizer.cls_token_id if ends_in_sep(tokenizer) else tokenizer.bos_token_id
     stops = {tokenizer.sep_token_id} if ends_in_sep(tokenizer) else stop_token_ids(tokenizer)
     sizes = {"max_length": length, "max_prompt_length": None}
-    cut = truncate_answers(pair, **sizes, mode=mode, bos_token_id=first, stop_ids=stops)
-    cut[IS_EMPTIED] |= cut["chosen_input_ids"] == cut["rejected_input_ids"]
-    return cut
+    return truncate_answers(pair, **sizes, mode=mode, bos_token_id=first, stop_ids=stops)
 
 
 def _text_pair(row: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
@@ -108,36 +108,3 @@ def _pair(chosen: list[int], rejected: list[int], shared: int) -> dict[str, list
     for side, ids in zip(SIDES, (chosen, rejected), strict=True):
         pair |= {f"{side}_input_ids": ids, f"{side}_mask": [0] * shared + [1] * (len(ids) - shared)}
     return pair
-
-
-def _without_long(dataset: Dataset | IterableDataset, max_length: int) -> Dataset | IterableDataset:
-    remedy = "Raise max_length, or cut them with truncation_mode='keep_start' or 'keep_end'."
-    if not isinstance(dataset, Dataset):
-        seen = {"is_long": False}
-
-        def fits(row: Row) -> bool:
-            if row[TOO_LONG] and not seen["is_long"]:
-                seen["is_long"] = True
-                warnings.warn(
-                    f"A pair of the stream has a text of more than max_length={max_length} tokens: it is dropped, as "
-                    f"all such are. {remedy}",
-                    stacklevel=2,
-                )
-            return not row[TOO_LONG]
-
-        return dataset.filter(fits).remove_columns(TOO_LONG)
-    kept = [i for i, is_long in enumerate(dataset[TOO_LONG]) if not is_long]
-    dropped = len(dataset) - len(kept)
-    if dropped and not kept:
-        raise ValueError(
-            f"Each of the {dropped:,} pairs has a text of more than max_length={max_length} tokens, so none is left. "
-            f"{remedy}"
-        )
-    if dropped:
-        warnings.warn(
-            f"Dropped {dropped:,} of {len(dataset):,} pairs, which have a text of more than max_length={max_length} "
-            f"tokens. {remedy}",
-            stacklevel=2,
-        )
-        dataset = dataset.select(kept)
-    return dataset.remove_columns(TOO_LONG)
