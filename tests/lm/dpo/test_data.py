@@ -138,7 +138,7 @@ def test_pairs_with_equal_answers_are_dropped(seq2seq: bool):
     stream = tokenize_pairs(Dataset.from_list(rows).to_iterable_dataset(), tokenize, num_proc=None)
     with pytest.warns(UserWarning, match="A pair of the stream has .* the same tokens"):
         assert len(list(stream)) == 1
-    with pytest.raises(ValueError, match="Each of the 1 pairs has .* the same tokens"):
+    with pytest.raises(ValueError, match=r"Each of the 1 pairs has .* the same tokens"):
         tokenize_pairs(Dataset.from_list(rows[1:2]), tokenize, num_proc=None)
 
 

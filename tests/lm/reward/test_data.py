@@ -9,8 +9,7 @@ from datasets import Dataset, IterableDataset
 from tests.lm import tiny
 from tests.lm.reward.run_distributed import config, pairs
 
-from trimtab_lm.reward.collator import PairCollator, RewardDataCollatorWithPadding, pair_rows, sequences
-from trimtab_lm.reward.collator import SIDES
+from trimtab_lm.reward.collator import SIDES, PairCollator, RewardDataCollatorWithPadding, pair_rows, sequences
 from trimtab_lm.reward.data import prepare_pairs
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
@@ -154,7 +153,7 @@ def test_pairs_with_equal_answers_are_dropped(is_tokenized: bool, settings, tmp_
     )
     with pytest.warns(UserWarning, match="A pair of the stream has .* the same tokens"):
         assert len(list(stream)) == 1
-    with pytest.raises(ValueError, match="Each of the 1 pairs has .* the same tokens"):
+    with pytest.raises(ValueError, match=r"Each of the 1 pairs has .* the same tokens"):
         prepared(rows[1:], tmp_path, **settings)
 
 
