@@ -126,8 +126,8 @@ def parted(result: Any) -> tuple[Any, Any]:
     """Parts a reward function's result into rewards and metadata, {} where there is none; two numbers are rewards."""
     if not (isinstance(result, tuple) and len(result) == 2):
         return result, {}
-    is_number = isinstance(result[0], Number) or getattr(result[0], "shape", None) == ()
-    return (result, {}) if is_number else result
+    are_numbers = all(isinstance(part, Number) or getattr(part, "shape", None) == () for part in result)
+    return (result, {}) if are_numbers else result
 
 
 def captioned(
