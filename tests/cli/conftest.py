@@ -17,6 +17,12 @@ def length(completions, answer, **columns):
     calls.append(answer)
     return [len(text) / 10 for text in completions]
 
+def needs_more(completions, more, **columns):
+    return [0.0 for _ in completions]
+
+def silent(completions, **columns):
+    return [None for _ in completions]
+
 def redness(images, prompts, metadata):
     assert metadata[0] == {"hue": "warm"}
     return images[:, 0].mean((1, 2)) - images[:, 2].mean((1, 2))

@@ -19,7 +19,15 @@ from trimtab_cli import ddpo, places, subcommands
 from trimtab_cli.main import main
 from trimtab_cli.subcommands import TUNED, settings
 from trimtab_diffusion import DDPOTrainer
-from trimtab_lm import AutoModelForCausalLMWithValueHead, DPOConfig, KTOConfig, PPOConfig, RewardConfig, SFTConfig
+from trimtab_lm import (
+    AutoModelForCausalLMWithValueHead,
+    DPOConfig,
+    KTOConfig,
+    PPOConfig,
+    RewardConfig,
+    SFTConfig,
+    SFTTrainer,
+)
 
 BATCH = ("--per_device_train_batch_size=2", "--max_steps=2", "--save_strategy=no", "--learning_rate=0.01")
 REWARD = ("--dataset=prompts.jsonl", "--reward=rewards.py:length")
@@ -268,7 +276,7 @@ def test_diffusion_dpo_learns_from_a_folder_of_pictures_with_captions(place, cap
 @pytest.mark.parametrize(
     ("command", "reward", "message"),
     [
-        ("align-prop", "brightness", "reward_function returned a Tensor without a gradient."),
+        ("align-prop", "brightness", "reward_function returned a Tensor without a gradient to the images."),
         ("align-prop", "broken", "What reward_function returned has nan for image 0"),
         ("nft", "broken", "What reward_function returned has nan for image 0"),
         ("ddpo", "broken", "What reward_function returned has nan for image 0"),
@@ -344,6 +352,17 @@ def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
         (["grpo", *REWARD[:1], "--reward=rewardz.py:length"], "There is no file rewardz.py."),
         (["grpo", *REWARD[:1], "--reward=no_module:length"], "There is no module 'no_module'."),
         (["grpo", *REWARD[:1], "--reward=pairs/scorer"], "There is no file or folder pairs/scorer."),
+        (
+            ["grpo", *REWARD[:1], "--reward=rewards.py"],
+            "rewards.py is a file: which of its functions? Write rewards.py:",
+        ),
+        (["grpo", *REWARD[:1], "--reward=model"], "model is no reward model: it is "),
+        (["grpo", *GRPO[:1], *GRPO[2:], *BATCH, "--reward=rewards.py:needs_more"], "needs ['more']; there are"),
+        (["grpo", *GRPO[:1], *GRPO[2:], *BATCH, "--reward=rewards.py:silent"], "all returned None"),
+        (["ppo", *PPO[:-1], "--max_new_tokens=5000"], "Lower max_new_tokens (5000), or leave long prompts out."),
+        (["iterative-sft", *RAFT[:-1], "--max_new_tokens=5000"], "max_completion_length (5000)"),
+        (["sft", *COMMANDS["sft"], "--resume_from=lastest"], "lastest"),
+        (["sft", "--dataset=texts", "--batch_size=2"], "Did you mean per_device_train_batch_size?"),
         (["ppo", *REWARD, "--global_batch_size=4"], "--global_batch_size is no setting, because it is computed."),
         (["ppo", *REWARD, "--model_name=x"], "--model_name is not a setting. Did you mean model?"),
         (["ppo", "--dataset=texts", "--reward=rewards.py:length"], "none of input_ids, query or prompt"),
@@ -357,6 +376,42 @@ def test_a_mistake_is_one_line_and_status_2(words, error, place, capsys):
     line = error_of([words[0], "--model=model", *words[1:]], capsys)
     assert line.startswith(f"trimtab {words[0]}: error: ")
     assert error in line
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def length(:", "faulty.py: SyntaxError: "),
+        ("import nonexistent_library", "faulty.py imports nonexistent_library, which is not installed."),
+        ("\n\nprint(1 / 0)", "faulty.py, line 3: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_of_rewards_that_cannot_be_run_is_one_line(text, says, place, capsys):
+    Path("faulty.py").write_text(text, encoding="utf-8")
+    assert says in error_of(["grpo", "--model=model", *REWARD[:1], "--reward=faulty.py:length"], capsys)
+
+
+def test_a_module_of_the_working_directory_is_found(place, capsys):
+    Path("rewards_of_mine.py").write_text("def length(completions, **_): return [0.0]", encoding="utf-8")
+    assert callable(subcommands.named("rewards_of_mine:length"))
+
+
+def test_an_interruption_is_one_line_and_status_130(place, capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SFTTrainer, "train", interrupted)
+    assert main(["sft", "--model=model", *COMMANDS["sft"]]) == 130
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trimtab")]
+    assert line == "trimtab sft: interrupted. --resume_from latest goes on from a checkpoint."
+
+
+def test_a_checkpoint_that_is_not_there_is_one_line_for_a_pipeline(place, capsys):
+    tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
+    Path("drawings.txt").write_text("a red cat\n")
+    words = ("--dataset=drawings.txt", "--reward=rewards.py:redness", "--sample_batch_size=2", "--train_batch_size=2")
+    line = error_of(["ddpo", "--model=pipeline", *words, "--resume_from=nope"], capsys)
+    assert line.startswith("trimtab ddpo: error: resume_from='nope': does not exist.")
 
 
 @pytest.mark.parametrize(

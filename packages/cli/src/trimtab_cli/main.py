@@ -95,7 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trimtab {name}: error: {mistake}", file=sys.stderr)
         return 2
     run = cast(Callable[[Sequence[str]], int], getattr(import_module(command.module), command.function))
-    status = run(rest)
+    try:
+        status = run(rest)
+    except KeyboardInterrupt:  # after a training was saved, or at once
+        print(f"trimtab {name}: interrupted. --resume_from latest goes on from a checkpoint.", file=sys.stderr)
+        status = 130
     end_process_group()
     return status
 

@@ -17,6 +17,7 @@ from trimtab_lm.rewards.functions import RewardSet, as_completions, rewards_of
 from trimtab_lm.sampling.backends import TransformersRollout
 from trimtab_lm.sampling.generate import response_texts
 from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
+from trimtab_lm.tokens.positions import Positions
 
 from .subcommands import (
     DURING_TRAINING,
@@ -63,20 +64,23 @@ def iterative_sft(argv: Sequence[str]) -> int:
         trainer.about = about_run(run) | {"reward": ", ".join(rewards.reward)}
         scorers = rewards_of(rewards.functions(), None, tokenizer=trainer.tokenizer, device=args.device)
         rows = tokenize_prompts(
-            run.rows().shuffle(seed=args.seed),
+            run.rows(),
             trainer.tokenizer,
             is_encoder_decoder=trainer.is_encoder_decoder,
             needed_for=name,
-        )
+            max_completion_length=raft.max_new_tokens,
+            positions=Positions.of(trainer.model),
+        ).shuffle(seed=args.seed)
+    limit = SamplingSettings(max_completion_length=raft.max_new_tokens)
+    backend = TransformersRollout(limit, trainer.tokenizer, batch_size=raft.sample_batch_size)
     with errors_in_one_line(name, DURING_TRAINING):
         if checkpoint := checkpoint_of(run, args):
             trainer.train(checkpoint)
-    limit = SamplingSettings(max_completion_length=raft.max_new_tokens)
-    backend = TransformersRollout(limit, trainer.tokenizer, batch_size=raft.sample_batch_size)
-    for number in range(trainer.progress.calls, raft.rounds):
-        batch = rows_of_round(rows, args, prompts=raft.prompts, number=number)
-        mean, best = one_round(trainer, scorers, backend, batch, samples=raft.samples, number=number)
-        trainer.log({"round": number + 1, "reward": mean, "reward_of_best": best})
+        for number in range(trainer.progress.calls, raft.rounds):
+            trainer.ending.interruption.begin_step()  # before a round is sampled in vain
+            batch = rows_of_round(rows, args, prompts=raft.prompts, number=number)
+            mean, best = one_round(trainer, scorers, backend, batch, samples=raft.samples, number=number)
+            trainer.log({"round": number + 1, "reward": mean, "reward_of_best": best})
     return finish(trainer, chat_with(args.output_dir, run))
 
 

@@ -3,6 +3,7 @@
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -23,6 +24,7 @@ from transformers.utils import is_bitsandbytes_available
 
 from trimtab_common.config import Count, CountFromZero, Positive, parse_config, setting
 from trimtab_common.config.values import read_flags
+from trimtab_common.health import TrainingDivergedError
 from trimtab_common.reward_checks import RewardError
 from trimtab_common.run_record import folder_of_trial
 from trimtab_common.sealing import CheckpointError, latest_checkpoint
@@ -63,7 +65,7 @@ Other defaults: without an accelerator dataloader_pin_memory is False; in a swee
 """The end of what --help says of a trainer on transformers.Trainer."""
 UNNAMED = ("config", "model", "dataset", "split", "output_dir", "resume_from", "report_to", "log_with", "seed")
 """Flags that a run's name in a tracker leaves out."""
-DURING_TRAINING = (CheckpointError, RewardError)
+DURING_TRAINING = (CheckpointError, RewardError, TrainingDivergedError)
 """Errors of a training that the user can correct."""
 
 
@@ -273,35 +275,48 @@ def named(name: str) -> Callable[..., Any] | str:
     """The function that `file.py:function` or `module:function` names; a name without a colon, as it is.
 
     Raises:
-        ValueError: there is no such file, folder, module or function.
+        ValueError: there is no such file, folder, module or function, or the file or module raises an error.
     """
     source, colon, function = name.rpartition(":")
     if not colon:
         refuse_missing_path(name)
+        if name.endswith(".py"):
+            raise ValueError(f"{name} is a file: which of its functions? Write {name}:function.")
         return name
-    if not source.endswith(".py"):
-        try:
-            members = vars(import_module(source))
-        except ModuleNotFoundError as error:
-            raise ValueError(f"There is no module {error.name!r}. Name a file: path/to/file.py:function.") from error
-    elif Path(source).is_file():
-        members = run_path(source, run_name=Path(source).stem)
-    else:
-        raise ValueError(f"There is no file {source}.")
+    members = _members_of(source)
     if not callable(value := members.get(function)):
         near = difflib.get_close_matches(function, [one for one, other in members.items() if callable(other)], n=1)
         raise ValueError(f"{source} has no function {function!r}.{f' Did you mean {near[0]}?' if near else ''}")
     return cast(Callable[..., Any], value)
 
 
+def _members_of(source: str) -> Mapping[str, Any]:
+    """What the file or module of a user's function defines; modules of the working directory are found, too."""
+    if source.endswith(".py") and not Path(source).is_file():
+        raise ValueError(f"There is no file {source}.")
+    sys.path.append(os.getcwd())
+    try:
+        return run_path(source, run_name=Path(source).stem) if source.endswith(".py") else vars(import_module(source))
+    except ModuleNotFoundError as error:
+        if error.name == source.partition(".")[0]:
+            raise ValueError(f"There is no module {source!r}. Name a file: path/to/file.py:function.") from error
+        raise ValueError(f"{source} imports {error.name}, which is not installed. Install it.") from error
+    except Exception as error:  # whatever it is, it is the user's
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == source]
+        where = f"{source}, line {lines[-1]}" if lines else source
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+
+
 @contextmanager
 def errors_in_one_line(
-    name: str, kinds: tuple[type[Exception], ...] = (ValueError, OSError, DatasetsError)
+    name: str, kinds: tuple[type[Exception], ...] = (ValueError, OSError, DatasetsError, CheckpointError)
 ) -> Iterator[None]:
     """End the program with status 2 and one line at an error that the user can correct.
 
     Args:
-        kinds: kinds of errors; by default those of settings, models and data that cannot be used.
+        kinds: kinds of errors; by default those of settings, models, data and checkpoints that cannot be used.
     """
     try:
         yield

@@ -202,7 +202,9 @@ class Run:
         if where == "latest":
             return latest_checkpoint(root)
         is_checkpoint = (Path(where) / MANIFEST).is_file() or Path(where).match("checkpoint-*")
-        return Path(where) if is_checkpoint else latest_checkpoint(where)  # `load` says what a checkpoint lacks
+        if is_checkpoint:
+            return Path(where)  # `load` says what it lacks
+        return latest_checkpoint(where) or latest_checkpoint(Path(where) / "checkpoints")
 
     def begin_step(self, root: str | Path | None) -> None:
         """Call it before each step, before sampling. Collective.

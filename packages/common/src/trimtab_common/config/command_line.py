@@ -31,7 +31,8 @@ SYNONYMS = {
     "lora_target": "lora_target_modules",
     "quantization_bit": "load_in_4bit",
     "load_in_8bit": "load_in_4bit",
-    "micro_batch_size": "per_device_train_batch_size",
+    **dict.fromkeys(("micro_batch_size", "batch_size", "train_batch_size"), "per_device_train_batch_size"),
+    **dict.fromkeys(("epochs", "num_epochs"), "num_train_epochs"),
     "lr": "learning_rate",
     "pref_beta": "beta",
 }

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
+from trimtab_common.reward_checks import RewardError
+
 T = TypeVar("T")
 
 
@@ -27,17 +29,18 @@ def accepted(function: Callable[..., object], what: str, arguments: Mapping[str,
         The arguments to call it with; all arguments if it takes `**kwargs`.
 
     Raises:
-        TypeError: the function needs an argument that there is not.
+        RewardError: the function needs an argument that there is not.
     """
     parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(arguments)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
     if missing := [argument for argument in needed if argument not in arguments]:
-        raise TypeError(
+        raise RewardError(
             f"{what} needs {missing}; there are {sorted(arguments)} (the dataset's columns among "
             "them). Rename its arguments, give them defaults, or add the columns to the dataset."
         )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(arguments)
     taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return {argument: value for argument, value in arguments.items() if argument in taken}
 

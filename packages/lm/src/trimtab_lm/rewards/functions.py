@@ -14,7 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trimtab_common.reward_checks import checked_scores
+from trimtab_common.reward_checks import RewardError, checked_scores
 from trimtab_common.stats import Deviation, Mean, Summary
 from trimtab_common.time_limit import reward_limit
 from trimtab_lm.data.formats import Text
@@ -173,7 +173,7 @@ class RewardSet:
         silent = scores.isnan().all(dim=1)
         if silent.any():
             i = int(silent.nonzero()[0])
-            raise ValueError(
+            raise RewardError(
                 f"No reward function of {self.names} applies to completion {i}, {str(completions[i])[:200]!r} of the "
                 f"prompt {str(arguments['prompts'][i])[:200]!r}: all returned None. Let one of them return a "
                 "number, or leave such prompts out of the dataset."

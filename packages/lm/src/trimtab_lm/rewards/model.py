@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from peft import PeftConfig
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file
 
 from trimtab_common.compat.noise import expecting_new_head
@@ -116,11 +117,27 @@ class RewardModel:
         return base.score(last)[:, self.label].float()
 
 
+def _architecture(name: str) -> str:
+    """The class of a saved model; empty if its configuration does not say."""
+    return "".join((AutoConfig.from_pretrained(name).architectures or [])[:1])
+
+
 def _loaded(name: str) -> Any:
-    """The model of a hub id or folder; adapters are merged into their base model, and have one label."""
-    if find_adapter_config_file(name) is None:
-        return AutoModelForSequenceClassification.from_pretrained(name)
+    """The model of a hub id or folder; adapters are merged into their base model, and have one label.
+
+    Raises:
+        ValueError: it is a language model, whose score head would be new and random.
+    """
+    is_adapter = find_adapter_config_file(name) is not None
+    came = PeftConfig.from_pretrained(name).task_type if is_adapter else _architecture(name)
+    if came and any(kind in came for kind in ("_LM", "CausalLM", "LMHead", "ConditionalGeneration")):
+        raise ValueError(
+            f"{name} is no reward model: it is {came}{' adapters' * is_adapter}. Name a sequence classifier, such as "
+            "`trimtab reward` trains."
+        )
     kind: Any = AutoModelForSequenceClassification
+    if not is_adapter:
+        return kind.from_pretrained(name)
     with expecting_new_head():
         adapted: Any = load_model(kind, name, (), {"num_labels": 1}, is_trainable=False, hub={})
     return adapted.merge_and_unload()
