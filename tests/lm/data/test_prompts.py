@@ -127,6 +127,24 @@ def test_datasets_open_from_files_and_saved_folders(tmp_path):
         assert open_dataset(str(tmp_path / name)).to_list() == rows
 
 
+def test_blank_lines_of_a_text_are_no_rows(tmp_path):
+    (tmp_path / "rows.txt").write_text("a\n\n  \nb\n")
+    assert open_dataset(str(tmp_path / "rows.txt"))["text"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("rows.jsonl", '{"query": "a"}\n{"query": "b"}\n{"query: "c"}\n', r"rows.jsonl, line 3: .*one JSON object"),
+        ("rows.tsv", "query\na\n", r"rows.tsv ends in '.tsv': files of data end in .jsonl, .json, .csv"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(file, text, message, tmp_path):
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        open_dataset(str(tmp_path / file))
+
+
 def test_ids_become_tensors_of_their_own_lengths():
     from trimtab_lm.data.prompts import collate_columns
 

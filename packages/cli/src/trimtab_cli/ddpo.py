@@ -138,7 +138,7 @@ class DDPOArguments(RewardArguments):
 
 
 def prompts_of(dataset: str, split: str) -> Prompts:
-    """The rows of a dataset as a prompt function, without the blank lines of text files.
+    """The rows of a dataset as a prompt function.
 
     Raises:
         ValueError: the dataset has no column of prompts or no rows, or a prompt is no text or blank.
@@ -150,8 +150,6 @@ def prompts_of(dataset: str, split: str) -> Prompts:
             f"The dataset has the columns {rows.column_names}, and none of prompt and text. Rename the column with the "
             "prompts to 'prompt'."
         )
-    if rows.builder_name == "text":
-        rows = rows.select([number for number, line in enumerate(rows[column]) if line.strip()])
     prompts = tuple(rows[column])
     if not prompts:
         raise ValueError(f"{dataset} has no prompts in the split {split}. Give it at least one row with a prompt.")

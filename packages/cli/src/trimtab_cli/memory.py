@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trimtab_common.config import Count, CountFromZero, parse_config, setting
+from trimtab_common.config import Count, CountFromZero, check_ranges, parse_config, setting
 from trimtab_lm.compat.models import UNMASKED, undivided
 from trimtab_lm.compat.tracing import peak_bytes
 from trimtab_lm.interface import Forward, decoder_config, trunk_of
@@ -61,6 +61,9 @@ class MemoryConfig:
     scored: CountFromZero = setting("Tokens of it that are answers. 0: all.", default=0)
     answers: Count = setting("Answers of a prompt: grpo's num_generations.", default=8)
     checkpointing: bool = setting("Compute activations again in backward (activation checkpointing).", default=True)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 class ModelSize(NamedTuple):

@@ -1,11 +1,13 @@
 """Data for trainers that own their loop: tokenized prompts, and batches whose order survives a restart."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_collate
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +20,8 @@ from trimtab_lm.data.truncation import report_truncation, truncate_columns
 from trimtab_lm.tokens.positions import Positions
 
 PROMPT_COLUMNS = ("query", "prompt")
+KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
+"""The endings of files of data, and what `datasets` calls their format."""
 PROMPT_IDS = "prompt_ids"
 """The column of token ids that `tokenize_prompts` adds by default."""
 
@@ -127,17 +131,19 @@ def upcoming_queries(dataloader: DataLoader[Any]) -> list[Tensor]:
 def open_dataset(name: str, split: str = "train") -> Dataset:
     """A split of a hub id, of a folder (also of `save_to_disk`), or of a json, csv, parquet or text file.
 
+    Blank lines of a text file are no rows.
+
     Args:
         name: the dataset, the folder or the file.
         split: a split, or a part such as train[:90%]; a folder that `save_to_disk` wrote needs a whole split.
 
     Raises:
-        ValueError: the folder that `save_to_disk` wrote has no such split.
+        ValueError: the folder that `save_to_disk` wrote has no such split, a file has another ending, or a line of a
+            .jsonl file is no JSON.
     """
     path = Path(name)
     if path.is_file():
-        kind = {".jsonl": "json", ".txt": "text"}.get(path.suffix, path.suffix[1:])
-        return load_dataset(kind, data_files=name, split=split)
+        return _open_file(path, split)
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         stored = load_from_disk(name)
         splits = {"train": stored} if isinstance(stored, Dataset) else stored
@@ -145,6 +151,30 @@ def open_dataset(name: str, split: str = "train") -> Dataset:
             raise ValueError(f"{name} has no split {split!r}; its splits are {', '.join(splits)}.")
         return splits[split]
     return load_dataset(name, split=split)
+
+
+def _open_file(path: Path, split: str) -> Dataset:
+    if path.suffix not in KINDS:
+        raise ValueError(f"{path} ends in {path.suffix!r}: files of data end in {', '.join(KINDS)}. Convert it.")
+    try:
+        rows = load_dataset(KINDS[path.suffix], data_files=str(path), split=split)
+    except DatasetsError:
+        if path.suffix == ".jsonl":
+            _check_lines(path)
+        raise
+    if path.suffix != ".txt":
+        return rows
+    return rows.select([number for number, line in enumerate(rows["text"]) if line.strip()])
+
+
+def _check_lines(path: Path) -> None:
+    """Raises ValueError for the first line that is no JSON."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                json.loads(line if line.strip() else "null")
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}. Each line needs one JSON object.") from error
 
 
 def refuse_stream(dataset: object, needed_for: str) -> None:
