@@ -189,10 +189,15 @@ def test_failures_are_recorded_and_the_sweep_goes_on(place, sweep):
     assert "trial 0 failed after 0 s: exit status 3; the end of" in output.replace("1 s", "0 s")
 
 
+def test_a_sweep_without_a_trial_that_finished_has_failed(place, sweep):
+    output = sweep({"method": "grid", "parameters": {"mode": {"values": ["crash", "nan"]}}}, status=1)
+    assert output.endswith("trimtab sweep: error: every trial failed; each said why above.\n")
+
+
 def test_failed_trials_run_again_on_request_only(place, sweep):
     config = {"method": "grid", "parameters": {"mode": {"value": "silent"}}}
     for flags, runs in ((), 1), ((), 1), (("--retry-failed",), 2):
-        sweep(config, *flags)
+        sweep(config, *flags, status=1)
         assert len(calls()) == runs
     (trial,) = trials()
     assert trial["run_id"] == calls()[1][1] != calls()[0][1]

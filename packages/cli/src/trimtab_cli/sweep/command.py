@@ -43,7 +43,7 @@ def main(argv: Sequence[str], **options: Any) -> int:
     """Run a sweep, or what is left of it; `options` are those of `Runner`.
 
     Returns:
-        0; 2 where the sweep cannot be run; 143 where trials are left that were cut off; 128 and the number of the
+        0; 1 where every trial failed; 2 where the sweep cannot be run; 143 where trials are left that were cut off; 128 and the number of the
         signal that ended the sweep.
     """
     try:
@@ -90,4 +90,7 @@ def run(flags: argparse.Namespace, options: Mapping[str, Any]) -> int:
             columns="user_attrs_message", errors="ignore"
         )
         print(frame.sort_values("value", ascending=record.direction.name == "MINIMIZE").to_string(index=False))
+    if not status and trials and all(study.status_of(trial) == "failed" for trial in trials):
+        print("trimtab sweep: error: every trial failed; each said why above.", file=sys.stderr)
+        return 1
     return status
