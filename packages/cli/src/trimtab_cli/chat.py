@@ -19,7 +19,7 @@ from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
 from trimtab_lm.sampling.rollout import padding_id, sampling_config
 
 from .places import refuse_missing_path
-from .subcommands import errors_in_one_line
+from .subcommands import errors_in_one_line, keep_pipes_quiet
 
 PROGRAM = "trimtab chat"
 ABOUT = """Talk to a model: each line of the input is a message, and the end of the input (Ctrl-D) ends the talk.
@@ -40,11 +40,12 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("model", metavar="MODEL", help="hub id or folder")
     add("--reference", metavar="MODEL", help="hub id or folder of a model that answers too")
-    add("--max-new-tokens", type=int, default=128, help="tokens of an answer at most (default 128)")
+    add("--max-new-tokens", "--max_new_tokens", type=int, default=128, help="tokens of an answer at most (default 128)")
     add("--temperature", type=float, default=1.0, help="divides the logits; 0: the likeliest token (default 1)")
     add("--system", help="the system message of a model with a chat template")
     add("--seed", type=int, default=0, help="of the sampling (default 0)")
     flags = parser.parse_args(argv)
+    keep_pipes_quiet()
     with errors_in_one_line("chat"):
         if flags.max_new_tokens < 1 or flags.temperature < 0:
             raise ValueError("--max-new-tokens and --temperature: use 1 token or more, and a temperature of 0 or more.")

@@ -4,6 +4,7 @@ import difflib
 import gc
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -84,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command = COMMANDS[name]
     silence_known()
+    if argv is None:
+        warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"  # without our source
     if remedy := remedy_of(name):
         print(f"trimtab: error: {name} needs a package that is missing: {remedy}", file=sys.stderr)
         return 2

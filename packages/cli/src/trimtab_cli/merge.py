@@ -17,7 +17,7 @@ from trimtab_common.compat.noise import expecting_new_head
 from trimtab_lm.models.loading import load_model
 
 from .places import refuse_missing_path
-from .subcommands import errors_in_one_line
+from .subcommands import errors_in_one_line, keep_pipes_quiet
 
 PROGRAM = "trimtab merge"
 ABOUT = """Adds an adapter's weights to those of its base model, and saves the whole model with the tokenizer.
@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("adapter", metavar="ADAPTER", help="hub id or folder of an adapter")
     parser.add_argument("folder", metavar="FOLDER", help="where the model goes; a folder that is new or empty")
     flags = parser.parse_args(argv)
+    keep_pipes_quiet()
     with errors_in_one_line("merge"):
         merge(flags.adapter, Path(flags.folder))
     print(f"The model is in {flags.folder}.")

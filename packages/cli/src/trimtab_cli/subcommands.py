@@ -200,9 +200,7 @@ def settings(
         recipe: its defaults, in place of those of the classes.
         without: fields that the subcommand has under another name.
     """
-    if not sys.stderr.isatty():  # where the bars of downloads and of loading would be lines of their own
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()
+    keep_pipes_quiet()
     tuned = TUNED.get(name, {})
     configs = parse_config(
         *kinds, argv=argv, description=about, recipe={**recipe, **tuned}, program=f"trimtab {name}", without=without
@@ -288,6 +286,13 @@ def named(name: str) -> Callable[..., Any] | str:
         near = difflib.get_close_matches(function, [one for one, other in members.items() if callable(other)], n=1)
         raise ValueError(f"{source} has no function {function!r}.{f' Did you mean {near[0]}?' if near else ''}")
     return cast(Callable[..., Any], value)
+
+
+def keep_pipes_quiet() -> None:
+    """Shows no progress bars where they would be lines of their own."""
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
 
 
 def _members_of(source: str) -> Mapping[str, Any]:

@@ -43,8 +43,8 @@ def main(argv: Sequence[str], **options: Any) -> int:
     """Run a sweep, or what is left of it; `options` are those of `Runner`.
 
     Returns:
-        0; 1 where every trial failed; 2 where the sweep cannot be run; 143 where trials are left that were cut off; 128 and the number of the
-        signal that ended the sweep.
+        0; 1 where every trial failed; 2 where the sweep cannot be run; 143 where trials are left that were cut off; 128
+        and the number of the signal that ended the sweep.
     """
     try:
         return run(arguments(argv), options)

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 KNOWN = {
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",  # peft 0.21 imports bitsandbytes
     "transformers.utils.import_utils": "ImageProcessor` requires torchvision",  # diffusers 0.42 asks for the names
+    # Longer rows are cut to the trainer's max_length afterwards, which says how many.
+    "transformers.tokenization_utils_base": "Token indices sequence length is longer than",
+    "transformers.trainer": "missing keys in the checkpoint model loaded: ['lm_head.weight']",  # tied to the embedding
     # GPT-2 and sixty other models warn of padded rows without a mask. With a causal kernel no token reads the padding.
     "transformers.modeling_utils": "We strongly recommend passing in an `attention_mask`",
 }
