@@ -363,6 +363,8 @@ def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
         (["iterative-sft", *RAFT[:-1], "--max_new_tokens=5000"], "max_completion_length (5000)"),
         (["sft", *COMMANDS["sft"], "--resume_from=lastest"], "lastest"),
         (["sft", "--dataset=texts", "--batch_size=2"], "Did you mean per_device_train_batch_size?"),
+        (["ppo", *REWARD, "--max_steps=2"], "Did you mean steps?"),
+        (["grpo", *REWARD, "--max_new_tokens=2"], "Did you mean max_completion_length?"),
         (["ppo", *REWARD, "--global_batch_size=4"], "--global_batch_size is no setting, because it is computed."),
         (["ppo", *REWARD, "--model_name=x"], "--model_name is not a setting. Did you mean model?"),
         (["ppo", "--dataset=texts", "--reward=rewards.py:length"], "none of input_ids, query or prompt"),

@@ -34,6 +34,9 @@ SYNONYMS = {
     **dict.fromkeys(("micro_batch_size", "batch_size", "train_batch_size"), "per_device_train_batch_size"),
     **dict.fromkeys(("epochs", "num_epochs"), "num_train_epochs"),
     "lr": "learning_rate",
+    "max_new_tokens": "max_completion_length",
+    "max_completion_length": "max_new_tokens",
+    "max_steps": "steps",
     "pref_beta": "beta",
 }
 """Names in the commands of other libraries, and ours."""
