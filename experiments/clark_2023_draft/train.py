@@ -168,7 +168,9 @@ class Drift:
 
 def loaded(base: str, steps: int) -> DDPOStableDiffusionPipeline:
     """A base model, as the trainers take it; a flow always takes `steps` steps."""
-    return DDPOStableDiffusionPipeline(shipped(base), call_kwargs=equal_steps(steps) if base == "flow" else {})
+    call = equal_steps(steps) if base == "flow" else {}
+    call.pop("num_inference_steps", None)  # trainers pass it
+    return DDPOStableDiffusionPipeline(shipped(base), call_kwargs=call)
 
 
 def pictures(pipeline: DDPOStableDiffusionPipeline, captions: Sequence[str], run: RunConfig, seed: int) -> Tensor:

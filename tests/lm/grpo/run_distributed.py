@@ -36,8 +36,8 @@ STEPS = 4
 class Scripted:
     """Answers each prompt with fixed text; the first always ends by itself, others may be cut at the limit."""
 
-    def __init__(self, limit: int = 6):
-        self.limit, self.settings = limit, SamplingSettings(limit)
+    def __init__(self, limit: int = 6, temperature: float = 1.0):
+        self.limit, self.settings = limit, SamplingSettings(limit, temperature)
         self.calls: list[int] = []  # number of prompts in each call
         self.versions: list[int] = []
         self.version: int | None = None
@@ -124,7 +124,7 @@ def trainer(folder: str, model: Any = None, reward: Any = vowels, **settings: An
     )
     arguments = {name: settings.pop(name) for name in names if name in settings}
     arguments = {"train_dataset": prompts(24), "processing_class": tiny.tokenizer(), **arguments}
-    arguments.setdefault("rollout", Scripted())
+    arguments.setdefault("rollout", Scripted(temperature=settings.get("temperature", 1.0)))
     if "model_init" not in arguments and model is None:
         model = tiny.gpt2()
     return GRPOTrainer(model, reward, config(folder, **settings), **arguments)

@@ -200,7 +200,7 @@ def test_train_takes_a_reward_model():
         scorer, steps=1, generation_kwargs={"max_new_tokens": 3}, on_step=lambda *args: steps.append(args)
     )
     ((_, stats, batch),) = steps
-    ids = tiny.tokenizer()(batch["query"][0] + batch["response"][0])["input_ids"]
+    ids = tiny.tokenizer()(batch["query"][0] + batch["response"][0] + "</s>")["input_ids"]
     with torch.no_grad():
         hidden = scorer.eval().transformer(input_ids=torch.tensor([ids])).last_hidden_state
         expected = float(scorer.score(hidden)[0, -1, 0])

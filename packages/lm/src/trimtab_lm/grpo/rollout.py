@@ -283,7 +283,9 @@ def _check_rollout(config: GRPOConfig, rollout: RolloutBackend) -> None:
             f"rollout_backend={config.rollout_backend!r} with rollout_backend_kwargs={config.rollout_backend_kwargs}, "
             "and a rollout came. Leave one of them out."
         )
-    asked, used = config.sampling(), rollout.settings
+    if (used := getattr(rollout, "settings", None)) is None:  # a sampler of the caller's with rules of its own
+        return
+    asked = config.sampling()
     unset = {name: field.default for name, field in GRPOConfig.__dataclass_fields__.items()}
     unset |= {"generation_kwargs": {}, "temperature": used.temperature}  # log-probabilities need the temperature
     for name in SamplingSettings.__dataclass_fields__.keys() - {"max_completion_length"}:  # a turn is shorter
