@@ -50,12 +50,6 @@ def add_lora(denoiser: PeftAdapterMixin, *, rank: int) -> None:
     cast_training_params(module, dtype=torch.float32)
 
 
-def adapters_are_zero(denoiser: nn.Module) -> bool:
-    """Whether the trained adapters change nothing, as new ones do not."""
-    trained = [weight for name, weight in denoiser.named_parameters() if weight.requires_grad and ".lora_B." in name]
-    return not any(weight.any() for weight in trained)
-
-
 @contextmanager
 def without_lora(denoiser: PeftAdapterMixin) -> Iterator[nn.Module]:
     """Switches the adapters of a denoiser off inside the block, which gets the denoiser."""

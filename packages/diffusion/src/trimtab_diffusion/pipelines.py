@@ -80,6 +80,7 @@ class DDPOStableDiffusionPipeline:
         guidance_argument: the pipeline's argument for the scale of guidance: of its embedded guidance, or else
             classifier-free.
         takes_negative_prompt: whether the pipeline has such an argument.
+        has_new_adapters: whether its adapters change nothing yet; a trainer sets it to False.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class DDPOStableDiffusionPipeline:
         for part in self.sd_pipeline.components.values():
             if isinstance(part, nn.Module):
                 part.requires_grad_(False).eval()
+        self.has_new_adapters = use_lora and self.name not in adapted
         if use_lora:
             add_lora(self.denoiser, rank=lora_rank)
         else:

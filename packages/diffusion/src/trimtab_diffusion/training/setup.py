@@ -22,7 +22,6 @@ from trimtab_common.run import Run
 from trimtab_common.run_record import RunRecord
 from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
 from trimtab_common.tracking import start_tracking
-from trimtab_diffusion.lora import adapters_are_zero
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from .config import PipelineConfig
@@ -216,7 +215,7 @@ def reference_of(
             )
             + " Leave it out."
         )
-    if pipeline.use_lora and adapters_are_zero(pipeline.denoiser):
+    if pipeline.has_new_adapters:
         return pipeline.reference
     shares = pipeline.use_lora and not divides_weights(accelerator)
     weights = pipeline.denoiser.parameters()
