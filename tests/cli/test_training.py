@@ -465,7 +465,8 @@ def test_a_training_prints_the_defaults_that_it_chose(name, place, capsys):
 
 def test_a_file_that_is_no_json_is_named_with_its_fault(place, capsys):
     Path("broken.jsonl").write_text('{"prompt": ', encoding="utf-8")
-    assert "JSON parse error" in error_of(["sft", "--model=model", "--dataset=broken.jsonl"], capsys)
+    line = error_of(["sft", "--model=model", "--dataset=broken.jsonl"], capsys)
+    assert "broken.jsonl, line 1: Expecting value" in line
 
 
 def test_a_folder_of_an_adapter_is_no_model_to_train(place, capsys):
