@@ -15,9 +15,8 @@ class DocumentCollator:
     """Collates rows of `input_ids` and `labels` into the model's inputs and labels.
 
     Labels are -100 where a token does not count; in a row without labels every token counts. Tokens that an
-    `attention_mask` masks, such as padding, are dropped. Packed rows (with
-    `seq_lengths`, or with `position_ids` that start again) are split into their documents, and documents without a
-    counted token are left out.
+    `attention_mask` masks, such as padding, are dropped. Packed rows (with `seq_lengths`, or with `position_ids` that
+    start again) are split into their documents, and documents without a counted token are left out.
 
     Args:
         pad_token_id: the token that pads rows.

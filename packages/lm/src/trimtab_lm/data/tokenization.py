@@ -86,9 +86,9 @@ def encode_scored(tokenizer: PreTrainedTokenizerBase, text: Text, *, ends_in_eos
     ends_in_eos = ends_in_eos and not ends_in_sep(tokenizer)
     if isinstance(text, str):
         return encode_text(tokenizer, text, add_eos=ends_in_eos)["input_ids"]
-    written = renderer(tokenizer, None, None)(text)
-    ids = list(tokenizer(written, add_special_tokens=False)["input_ids"])
-    return closed(tokenizer, ids, [1] * len(ids), is_templated=True)[0] if ends_in_eos else ids
+    if ends_in_eos:
+        return encode_messages(tokenizer, text, assistant_only=False)["input_ids"]
+    return list(tokenizer(renderer(tokenizer, None, None)(text), add_special_tokens=False)["input_ids"])
 
 
 def encode_prompt(

@@ -153,6 +153,8 @@ NORMALIZATIONS: dict[str, Callable[[Tensor, Totals, int], Tensor]] = {
 Of the completions' lengths [S], the totals, and max_completion_length.
 """
 NORMALIZATIONS["cispo"] = NORMALIZATIONS["dapo"]
+BY_TOKENS = ("bnpo", "dapo", "cispo")
+"""The `loss_type`s whose loss is a mean over tokens; that of the others is one over completions."""
 
 
 def token_weights(

@@ -21,7 +21,7 @@ from trimtab_lm.tokens.scores import TokenScores
 
 from .algorithm import Completions, Losses
 from .config import GRPOConfig
-from .loss import OF_THE_BATCH, Totals
+from .loss import BY_TOKENS, OF_THE_BATCH, Totals
 
 LENGTHS, SURPRISE = "completions/lengths", "sampling/surprise"
 LENGTH_CORRELATION = "completions/length_reward_correlation"
@@ -88,7 +88,7 @@ def update_stats(
     if rollout.old_logprobs is None and config.samples_tell_surprise:
         stats[SURPRISE] = Surprise.of_tokens(scores.logprobs, scores.entropy)
     if totals is not None:
-        weight = totals.tokens if config.loss_type in ("bnpo", "dapo", "cispo") else totals.sequences
+        weight = totals.tokens if config.loss_type in BY_TOKENS else totals.sequences
         stats["loss"] = Mean(losses.loss.detach() * weight, weight)
     return stats
 

@@ -51,9 +51,8 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
         if real_rows is None:
             return rest
         row = batch.get("row", torch.arange(len(labels), device=labels.device)[:, None])
-        row = (
-            row[:, :1] if self.is_encoder_decoder else row
-        )  # the positions are the encoder's, the labels the decoder's
+        if self.is_encoder_decoder:
+            row = row[:, :1]  # it has the encoder's positions, and the labels the decoder's
         return {**rest, "labels": labels.masked_fill(row >= real_rows, -100)}
 
     def compute_loss(
