@@ -175,7 +175,8 @@ def test_settings_that_change_no_result_may_differ(saved):
 def test_another_dataset_is_refused(tmp_path, name):
     run(make(name, tmp_path), resume=None)
     trainer = make(name, tmp_path, max_steps=STEPS + 1)
-    rows = [{column: f"another {column}" for column in row} for row in (PAIRS if name != "sft" else [{"text": t} for t in TEXTS])]
+    rows = PAIRS if name != "sft" else [{"text": t} for t in TEXTS]
+    rows = [{column: f"another {column}" for column in row} for row in rows]
     other = make_with(name, tmp_path, Dataset.from_list(rows))
     with pytest.raises(CheckpointError, match="training data was"):
         other.train(resume_from_checkpoint=True)
