@@ -7,8 +7,9 @@ import math
 import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 if TYPE_CHECKING:
@@ -48,12 +49,15 @@ def computed(text: str) -> Any:
     return dataclasses.field(default=None, metadata={"help": Computed(text)})
 
 
-def check_ranges(config: DataclassInstance) -> None:
+def check_ranges(config: DataclassInstance, inherited: Mapping[str, object] = MappingProxyType({})) -> None:
     """Raises ValueError for the first field whose value is outside the range that its annotation names.
 
     None is in the range of a field that is annotated with it, such as Count | None.
+
+    Args:
+        inherited: annotations such as Count of fields that another library's class declares.
     """
-    hints = typing.get_type_hints(type(config), include_extras=True)
+    hints = {**typing.get_type_hints(type(config), include_extras=True), **inherited}
     for field in dataclasses.fields(config):
         within, value = _range_of(hints[field.name]), getattr(config, field.name)
         is_absent = value is None and type(None) in typing.get_args(hints[field.name])

@@ -10,13 +10,23 @@ import datasets
 import torch
 from transformers import TrainingArguments
 
-from trimtab_common.config import check_ranges, setting, without_secrets
+from trimtab_common.config import Count, NotNegative, check_ranges, setting, without_secrets
 from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
 
 # transformers 5.23 renamed gradient_checkpointing, in arguments and in methods. This is the name that Trainer reads.
 _FIELDS = TrainingArguments.__dataclass_fields__
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
 
+
+INHERITED = {
+    "num_train_epochs": NotNegative,
+    "learning_rate": NotNegative,
+    "weight_decay": NotNegative,
+    "per_device_train_batch_size": Count,
+    "per_device_eval_batch_size": Count,
+    "gradient_accumulation_steps": Count,
+}
+"""The ranges of settings of TrainingArguments, which transformers would notice late or never."""
 
 SHARE_PROMPTS = (
     "Whether one copy of a prompt serves all its answers in a model's rows. None: as many answers as make the least "
@@ -42,7 +52,7 @@ class TrainerConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self)
+        check_ranges(self, INHERITED)
 
     def to_dict(self) -> dict[str, object]:
         """The fields as plain values, as trackers get them; see transformers. Secrets inside dicts are left out."""
