@@ -214,9 +214,10 @@ def test_a_resumed_trainer_goes_on_as_if_nothing_had_happened(after: int, tmp_pa
     again = build("b")
     torch.rand(3)  # other code draws random numbers
     again.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{after}"))
-    first = after // 3
+    first = again.progress.calls
+    assert first == (after + 2) // 3  # it has finished the call of the checkpoint
     losses = [again.step(rows)["loss"] for rows in calls[first:]]
-    assert losses[1:] == expected[first + 1 :]
+    assert losses == expected[first:]
     assert again.state.global_step == 9
     for name, value in tiny.weights(whole.model).items():
         assert torch.equal(value, again.model.state_dict()[name]), name
@@ -386,3 +387,22 @@ def test_a_checkpoint_says_how_far_the_caller_has_come(tmp_path):
     sft.step(ROWS)
     read = [json.loads((tmp_path / f"checkpoint-{i}" / "iterative_sft.json").read_text()) for i in (1, 2, 3)]
     assert read == [{"calls": 0, "updates": 1}, {"calls": 0, "updates": 2}, {"calls": 1, "updates": 0}]
+
+
+def test_a_checkpoint_in_the_middle_of_a_call_holds_the_calls_rows(tmp_path):
+    straight = trainer(tmp_path=tmp_path, save_strategy="steps", save_steps=1)
+    straight.step(ROWS)
+    resumed = trainer(tmp_path=tmp_path)
+    resumed.train(str(tmp_path / "checkpoint-2"))  # another loop would sample other rows for the rest of this call
+    assert (resumed.progress.calls, resumed.progress.updates) == (1, 0)
+    same(straight, resumed)
+    straight.step(ROWS[:3])
+    resumed.step(ROWS[:3])
+    same(straight, resumed)
+
+
+def test_a_call_that_max_steps_ends_is_not_finished_when_a_run_resumes(tmp_path):
+    trainer(tmp_path=tmp_path, save_strategy="steps", save_steps=1).step(ROWS)
+    resumed = trainer(tmp_path=tmp_path, max_steps=2)
+    resumed.train(str(tmp_path / "checkpoint-2"))
+    assert resumed.progress.updates == 2

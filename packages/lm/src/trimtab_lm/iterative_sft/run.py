@@ -35,7 +35,7 @@ from .algorithm import batches_of_updates
 from .config import IterativeSFTConfig
 from .data import Rows
 
-PROGRESS, SCHEDULE = "iterative_sft.json", "scheduler.pt"
+PROGRESS, SCHEDULE, ROWS = "iterative_sft.json", "scheduler.pt", "rows_{rank}.json"
 ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.REDUCE_ON_PLATEAU)
 
 
@@ -55,6 +55,7 @@ class StepRun:
 
     Attributes:
         progress: how far the caller has come.
+        unfinished: the rows of the call in whose middle the resumed checkpoint was saved; None after a whole call.
         stats: statistics of the present call; the trainer's `recorder` holds those since the last log.
         unlogged_loss: the sum of the updates' losses since the last log.
     """
@@ -64,7 +65,9 @@ class StepRun:
         if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # which make it over the sharded parameters
             trainer.create_optimizer()
         self.progress, self.stats = Progress(), Recorder()
+        self.unfinished: Rows | None = None
         self.unlogged_loss = torch.zeros((), device=trainer.args.device)
+        self._rows: Rows = []  # of the present call
         self._last_log = 0
         self._is_started = False
 
@@ -90,14 +93,19 @@ class StepRun:
             raise ValueError(
                 f"The processes gave {counts} rows to step, and would wait for one another. Give each the same number."
             )
-        if self._is_finished:
+        if self.is_finished:
             raise ValueError(
                 f"max_steps={args.max_steps} optimizer steps are done, and the learning rate's schedule has "
                 "ended. Raise max_steps, or leave it out for a constant learning rate."
             )
+        self._rows = rows
         seed = sampling_seed(args.seed, rank=args.process_index, draw=self.progress.calls)
         sizes = {"batch_size": args.train_batch_size, "accumulation": args.gradient_accumulation_steps}
-        return batches_of_updates(rows, trainer.data_collator, **sizes, seed=seed)
+        windows = batches_of_updates(rows, trainer.data_collator, **sizes, seed=seed)
+        if self.progress.updates >= len(windows):  # a resumed call with larger batches than before: nothing is left
+            self.progress.calls, self.progress.updates = self.progress.calls + 1, 0
+            return []
+        return windows
 
     # An optimizer step: see `algorithm.Optimizer` ---------------------------------------------------------------------
 
@@ -171,7 +179,7 @@ class StepRun:
             The summary and the call's statistics as numbers, `epoch` (calls so far) and `global_step`.
         """
         trainer = self.trainer
-        if trainer.ending.stops or self._is_finished:
+        if trainer.ending.stops or self.is_finished:
             trainer.ending.interruption.release()
         if trainer.config.optimize_device_cache:
             clear_device_cache(garbage_collection=True)
@@ -181,7 +189,8 @@ class StepRun:
         return summary | self.stats.flush(training=True) | where
 
     @property
-    def _is_finished(self) -> bool:
+    def is_finished(self) -> bool:
+        """Whether max_steps updates are done."""
         return bool(0 < self.trainer.args.max_steps <= self.trainer.state.global_step)
 
     def _note_best(self, metrics: dict[str, float]) -> bool:
@@ -292,6 +301,8 @@ class StepRun:
             without_weights = accelerator.register_save_state_pre_hook(lambda models, weights, _: weights.clear())
             accelerator.save_state(str(folder))
             without_weights.remove()
+            if self.progress.updates:
+                (folder / ROWS.format(rank=args.process_index)).write_text(json.dumps(self._rows))
             if args.should_save:
                 torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULE)
         if args.should_save:
@@ -314,3 +325,18 @@ class StepRun:
         trainer.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
         trainer.state = TrainerState.load_from_json(str(folder / STATE))
         vars(self.progress).update(json.loads((folder / PROGRESS).read_text()))
+        self._load_rows(folder)
+
+    def _load_rows(self, folder: Path) -> None:
+        """Read this process's rows of the call that the checkpoint cut, if as many processes saved it."""
+        args = self.trainer.args
+        mine, beyond = (folder / ROWS.format(rank=rank) for rank in (args.process_index, args.world_size))
+        if all(gather_over_ranks(mine.exists() and not beyond.exists())):
+            self.unfinished = json.loads(mine.read_text())
+        elif self.progress.updates:
+            warnings.warn(
+                f"{folder} was saved in the middle of a call of step, by another number of processes or an earlier "
+                f"version: its rows are not known. Give call number {self.progress.calls} again, with the same rows; "
+                "its updates that were done are left out.",
+                stacklevel=6,
+            )

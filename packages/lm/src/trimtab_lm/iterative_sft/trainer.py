@@ -17,7 +17,7 @@ from trimtab_lm.sft.algorithm import score_labels, token_nll
 
 from .algorithm import update
 from .config import IterativeSFTConfig
-from .data import Reader, rows_of_tensors, rows_of_texts, tokenize_dataset
+from .data import Reader, Rows, rows_of_tensors, rows_of_texts, tokenize_dataset
 from .run import StepRun
 
 
@@ -106,6 +106,10 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
             rows = rows_of_texts(texts, texts_labels, self.tokenizer, self.config, self.reader)
         else:
             rows = rows_of_tensors(input_ids, attention_mask, labels, self.config, self.reader)
+        return self._learn(rows)
+
+    def _learn(self, rows: Rows) -> dict[str, Any]:
+        """See `step`."""
         windows = self.run.begin_call(rows)
         summary, num_tokens = dict[str, Any](), 0
         for window in windows[self.progress.updates :]:  # those before were done before the checkpoint
@@ -137,8 +141,8 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
 
         Args:
             resume_from_checkpoint: a checkpoint's folder, or True for the last one in output_dir. A checkpoint that was
-                saved in the middle of a call of `step` needs that call again, with the same rows: its updates that were
-                done are left out.
+                saved in the middle of a call of `step` holds the call's rows, and this method finishes that call;
+                `progress.calls` counts it.
             kwargs: none; the documented signature has them.
 
         Raises:
@@ -151,4 +155,6 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         if self.train_dataset is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         self.run.resume(resume_from_checkpoint)
+        if self.run.unfinished is not None and not self.run.is_finished:
+            self._learn(self.run.unfinished)
         return TrainOutput(self.state.global_step, float("nan"), {})
