@@ -1,11 +1,11 @@
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 from tests.lm.reward.run_distributed import scorer as scorer_of_kind
 from tests.lm.reward.run_distributed import trainer
-from transformers import GPT2Config, GPT2ForSequenceClassification
+from transformers import GPT2Config, GPT2ForSequenceClassification, T5GemmaConfig, T5GemmaForSequenceClassification
 
 from trimtab_lm.rewards.functions import model_reward
 from trimtab_lm.rewards.model import RewardModel
@@ -90,6 +90,30 @@ def test_adapters_that_reward_trainer_saved_are_a_reward_model(tmp_path):
         assert reward(rows["prompt"], rows["chosen"]) == pytest.approx(expected, rel=1e-4)
 
 
+def test_adapters_of_several_labels_keep_them(tmp_path):
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "num_labels": 3}
+    base = tiny.seeded(GPT2ForSequenceClassification, GPT2Config(**sizes | tiny.TOKENS))
+    base.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["c_attn"], task_type="SEQ_CLS"))
+    with torch.no_grad():
+        adapted.get_submodule("base_model.model.score.modules_to_save.default").weight.mul_(3.0)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    models = str(tmp_path / "adapter"), adapted
+    read, expected = (RewardModel(model, tiny.tokenizer(), label=2)(QUERIES, RESPONSES) for model in models)
+    assert read == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_encoder_decoder_reads_through_its_own_forward():
+    part = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    part |= {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": tiny.TOKENS["vocab_size"]}
+    config = T5GemmaConfig(encoder=part, decoder=part, num_labels=1, **tiny.TOKENS)
+    model = tiny.seeded(T5GemmaForSequenceClassification, config).eval()
+    (score,) = RewardModel(model, tiny.tokenizer())(["so"], [" good"])
+    ids = torch.tensor([tiny.tokenizer()("so good</s>")["input_ids"]])
+    assert score == pytest.approx(float(model(input_ids=ids).logits), rel=1e-5)
+
+
 def test_a_classifier_of_several_labels_must_say_which_one():
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "num_labels": 2}
     model = tiny.seeded(GPT2ForSequenceClassification, GPT2Config(**sizes | tiny.TOKENS)).eval()
@@ -99,6 +123,14 @@ def test_a_classifier_of_several_labels_must_say_which_one():
     ids = torch.tensor([tiny.tokenizer()(f"{QUERIES[1]}</s>")["input_ids"]])
     logits = model.score(model.base_model(ids).last_hidden_state[0, -1])
     assert [score[1] for score in scores] == pytest.approx(logits.tolist(), rel=1e-5)
+
+
+def test_a_tokenizer_without_an_end_token_is_refused_with_what_to_set():
+    tokenizer = tiny.tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="ends_in_eos=False"):
+        RewardModel(tiny.scorer(), tokenizer)
+    assert RewardModel(tiny.scorer(), tokenizer, ends_in_eos=False).score(["so"])
 
 
 def test_a_module_needs_its_tokenizer():

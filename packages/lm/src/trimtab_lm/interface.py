@@ -39,6 +39,11 @@ def learns_prompt(model: object) -> bool:
     return isinstance(model, PeftModel) and bool(model.active_peft_config.is_prompt_learning)
 
 
+def scores_last_token(base: PreTrainedModel) -> bool:
+    """Whether it is a classifier whose linear layer `score` reads the states of one position: those of decoders."""
+    return "score" in dict(base.named_children()) and not base.config.is_encoder_decoder
+
+
 def trunk_of(base: PreTrainedModel) -> PreTrainedModel:
     """Returns the model without its heads; a model without heads is its own trunk.
 

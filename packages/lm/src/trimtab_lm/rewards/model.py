@@ -2,19 +2,20 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from peft import PeftConfig
+from peft import PeftConfig, load_peft_weights
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file
 
 from trimtab_common.compat.noise import expecting_new_head
 from trimtab_lm.data.formats import Text
-from trimtab_lm.data.tokenization import encode_scored
+from trimtab_lm.data.tokenization import encode_scored, ends_in_sep
 from trimtab_lm.data.truncation import truncate_row
-from trimtab_lm.interface import base_of, learns_prompt
+from trimtab_lm.interface import base_of, learns_prompt, scores_last_token
 from trimtab_lm.models.loading import load_model
 from trimtab_lm.tokens.layout import pad
 from trimtab_lm.tokens.positions import Positions
@@ -36,7 +37,7 @@ class RewardModel:
         ends_in_eos: False for a model that was trained on texts without EOS at their end.
 
     Raises:
-        ValueError: a module without a tokenizer, or a model of several labels without `label`.
+        ValueError: a module without a tokenizer, a model of several labels without `label`, or no EOS.
     """
 
     def __init__(
@@ -56,6 +57,11 @@ class RewardModel:
         if tokenizer is None:
             raise ValueError(
                 "A reward model that is given as a module needs its tokenizer: RewardModel(model, tokenizer)."
+            )
+        if ends_in_eos and tokenizer.eos_token_id is None and not ends_in_sep(tokenizer):
+            raise ValueError(
+                "The reward model's tokenizer has no EOS, where the score of a text is read. "
+                "RewardModel(model, tokenizer, ends_in_eos=False) reads the last token instead."
             )
         if label is None and model.config.num_labels != 1:
             raise ValueError(
@@ -108,7 +114,7 @@ class RewardModel:
         input_ids, mask = pad(rows, self.tokenizer.pad_token_id or 0)
         input_ids, mask = input_ids.to(device), mask.to(device)
         base: Any = base_of(self.model)
-        if getattr(base, "score", None) is None or learns_prompt(self.model):  # BERT and its kin read the first token
+        if not scores_last_token(base) or learns_prompt(self.model):  # BERT and its kin read the first token
             return self.model(input_ids=input_ids, attention_mask=mask).logits[:, self.label].float()
         # transformers looks for the last token that is not padding by its id, and so before an EOS that doubles as
         # padding; the length of the row is what counts.
@@ -122,8 +128,16 @@ def _architecture(name: str) -> str:
     return "".join((AutoConfig.from_pretrained(name).architectures or [])[:1])
 
 
+def _rows_of_heads(name: str) -> list[int]:
+    """The numbers of rows of the weights in the head that is saved with adapters."""
+    parts = {"score", "classifier", *(getattr(PeftConfig.from_pretrained(name), "modules_to_save", None) or ())}
+    saved = load_peft_weights(name, device="cpu").items()
+    weights = [weight for place, weight in saved if parts & set(place.split(".")) and "lora_" not in place]
+    return [len(weight) for weight in weights if weight.dim() == 2]
+
+
 def _loaded(name: str) -> Any:
-    """The model of a hub id or folder; adapters are merged into their base model, and have one label.
+    """The model of a hub id or folder. Adapters are merged into their base model, except virtual tokens.
 
     Raises:
         ValueError: it is a language model, whose score head would be new and random.
@@ -138,6 +152,8 @@ def _loaded(name: str) -> Any:
     kind: Any = AutoModelForSequenceClassification
     if not is_adapter:
         return kind.from_pretrained(name)
-    with expecting_new_head():
-        adapted: Any = load_model(kind, name, (), {"num_labels": 1}, is_trainable=False, hub={})
-    return adapted.merge_and_unload()
+    heads = _rows_of_heads(name)
+    labels = {"num_labels": min(heads)} if heads else {}  # a head of two layers: the last has as many rows as labels
+    with expecting_new_head() if heads else nullcontext():
+        adapted: Any = load_model(kind, name, (), labels, is_trainable=False, hub={})
+    return adapted if learns_prompt(adapted) else adapted.merge_and_unload()

@@ -19,7 +19,16 @@ from transformers import PreTrainedModel
 from trimtab_common.accelerators import multiplies_in_float32
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.compat.models import attention_of
-from trimtab_lm.interface import Batch, Forward, Model, base_of, decoder_config, learns_prompt, trunk_of
+from trimtab_lm.interface import (
+    Batch,
+    Forward,
+    Model,
+    base_of,
+    decoder_config,
+    learns_prompt,
+    scores_last_token,
+    trunk_of,
+)
 from trimtab_lm.tokens.attention import attends_fully, is_verified
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.fast import GroupMask
@@ -66,7 +75,7 @@ def score_sequences_in_forward(model: Model) -> bool:
         more than one position of a decoder. They are left unchanged and must be called on padded rows.
     """
     base = base_of(model)
-    if "score" not in dict(base.named_children()) or base.config.is_encoder_decoder:
+    if not scores_last_token(base):
         return False
     if getattr(_own_forward(model), "scores_sequences", False):
         return True
