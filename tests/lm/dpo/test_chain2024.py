@@ -347,6 +347,10 @@ def test_an_assigned_loss_that_needs_a_reference_is_refused_where_there_is_none(
     trainer = dpo.trainer(tiny.gpt2(), tmp_path, loss_type="simpo")
     with pytest.raises(ValueError, match=r"loss_type='sigmoid' needs a reference.*loss_type='simpo'"):
         trainer.loss_type = "sigmoid"
+    with pytest.warns(FutureWarning):
+        rebuilt = dpo.trainer(tiny.gpt2(), tmp_path, arguments={"max_length": 64}, loss_type="simpo")
+    with pytest.raises(ValueError, match=r"loss_type='sigmoid' needs a reference"):
+        rebuilt.loss_type = "sigmoid"
     trainer.reference_free, trainer.beta = False, 0.5
     assert (trainer.loss_type, trainer.reference_free, trainer.beta) == ("simpo", True, 0.5)
     trainer.loss_type = "orpo"

@@ -65,6 +65,22 @@ def test_rows_of_texts_without_a_table_are_tokenized(kind):
     assert tiny.ppo(arguments={"dataset": ids}).dataset is ids
 
 
+@pytest.mark.parametrize("row", [{"text": "a", "answer": "b"}, {"query": torch.tensor([5])}, "a text"])
+def test_rows_of_a_torch_dataset_that_hold_no_texts_to_tokenize_are_the_loops(row):
+    rows = Texts([row] * 4)
+    assert tiny.ppo(arguments={"dataset": rows}).dataset is rows
+
+
+def test_a_stream_needs_a_dataloader_of_ones_own():
+    class Streams(PPOTrainer):
+        def prepare_dataloader(self, dataset, data_collator=None):
+            return torch.utils.data.DataLoader(dataset, batch_size=4)
+
+    stream = datasets.Dataset.from_dict({"query": ["a"] * 4}).to_iterable_dataset()
+    (batch,) = tiny.ppo(kind=Streams, arguments={"dataset": stream}).dataloader
+    assert batch["query"] == ["a"] * 4
+
+
 def test_a_stream_of_prompts_is_refused():
     stream = datasets.Dataset.from_dict({"query": ["a"] * 4}).to_iterable_dataset()
     with pytest.raises(TypeError, match=r"PPO takes its prompts from a datasets\.Dataset, not from a IterableDataset"):

@@ -157,6 +157,9 @@ def test_special_tokens_of_the_text_may_be_all_there_are():
         assert [label for label in row["labels"] if label != -100] == [*encode("cd"), tiny.EOS]
     with pytest.raises(ValueError, match="is for causal models"):
         tokenized(PAIR, is_encoder_decoder=True, dataset_kwargs={"add_special_tokens": False})
+    ids = {"input_ids": [[5, tiny.EOS]], "labels": [[6, tiny.EOS]]}
+    (row,) = tokenized(ids, is_encoder_decoder=True, dataset_kwargs={"add_special_tokens": False})
+    assert row["labels"] == ids["labels"][0]
 
 
 def bos_adding():

@@ -136,7 +136,12 @@ def preference_parts(row: Row) -> tuple[Text, Text, Text]:
     """
     chosen, rejected = row["chosen"], row["rejected"]
     prompt = row.get("prompt")
-    check_texts(chosen=chosen, rejected=rejected, **({"prompt": prompt} if "prompt" in row else {}))
+    check_texts(chosen=chosen, rejected=rejected, **({"prompt": prompt} if prompt is not None else {}))
+    if "prompt" in row and prompt is None:
+        raise ValueError(
+            "The prompt is None. Fill it in. Where the answers begin with their prompt, remove the column: such rows "
+            "cannot share a dataset with rows that have a prompt."
+        )
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError(
             f"chosen is a {type(chosen).__name__} and rejected a {type(rejected).__name__}. Make both texts, or both "

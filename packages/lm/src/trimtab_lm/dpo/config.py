@@ -109,7 +109,8 @@ class DPOConfig(TrainerConfig):
         self.loss_type = self.loss_type or "sigmoid"
         self.refuse_label_smoothing("DPO")
         self._check_settings()
-        self._asks_reference_free = self.reference_free
+        # A config that is made of another's values has its reference_free, which may follow from the loss.
+        self._asks_reference_free = self.reference_free and needs_reference(self.loss_type)
         self.reference_free = self._asks_reference_free or not needs_reference(self.loss_type)
         names = ("precompute_ref_log_probs", "ref_adapter_name", "ref_model_init_kwargs")
         given = [name for name in names if getattr(self, name)]

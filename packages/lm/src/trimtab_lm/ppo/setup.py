@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, send_to_device
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import PeftType
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -229,7 +229,6 @@ def open_data(
         dataset = open_dataset(config.query_dataset)
     if dataset is None:
         return None, None, None
-    refuse_stream(dataset, "PPO")
     check_features(dataset)
     if data_collator is None and _has_texts(dataset):
         kind, workers = trainer.is_encoder_decoder, config.dataset_num_proc
@@ -240,14 +239,19 @@ def open_data(
 
 
 def _has_texts(dataset: Any) -> bool:
-    """Whether rows need tokenizing: columns without token ids. Rows of a torch dataset may be tuples or tensors."""
+    """Whether rows need tokenizing: columns without token ids. Rows of a torch dataset may be anything."""
     if isinstance(dataset, Dataset):
         return "input_ids" not in dataset.column_names
-    return len(dataset) > 0 and isinstance(dataset[0], Mapping) and "input_ids" not in dataset[0]
+    if isinstance(dataset, IterableDataset | torch.utils.data.IterableDataset) or not len(dataset):
+        return False
+    row = dataset[0]
+    has_texts = isinstance(row, Mapping) and any(isinstance(row.get(name), str | list) for name in PROMPT_COLUMNS)
+    return has_texts and "input_ids" not in row
 
 
 def dataloader_of(trainer: Trainer, rows: Any, data_collator: Callable[[Sequence[Any]], Any] | None) -> DataLoader[Any]:
     """See `PPOTrainer.prepare_dataloader`."""
+    refuse_stream(rows, "PPO")
     config, accelerator, collate = trainer.config, trainer.accelerator, data_collator or collate_columns
     if config.remove_unused_columns and isinstance(rows, Dataset):
         base = base_of(trainer.model.pretrained_model)  # a PeftModel's forward names no columns

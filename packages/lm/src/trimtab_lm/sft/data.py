@@ -66,7 +66,8 @@ def tokenize_rows(
             f"An encoder-decoder model learns completions from prompts, and the data set has {columns}. Give it the "
             "columns prompt and completion, or input_ids and labels."
         )
-    if is_encoder_decoder and not (config.dataset_kwargs or {}).get("add_special_tokens", True):
+    adds_special_tokens = (config.dataset_kwargs or {}).get("add_special_tokens", True)
+    if is_encoder_decoder and kind == RowFormat.PROMPT_COMPLETION and not adds_special_tokens:
         raise ValueError(
             "dataset_kwargs={'add_special_tokens': False} is for causal models: what an encoder-decoder model reads "
             "and writes ends in EOS. Leave it out; a text that begins with BOS gets no second one."
