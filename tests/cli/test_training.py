@@ -1,6 +1,9 @@
 """Each subcommand trains a tiny model on files, saves it, and prints where it is."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -351,6 +354,7 @@ def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
         (["grpo", *REWARD[:1], "--reward=rewards.py:wrong"], "rewards.py has no function 'wrong'."),
         (["grpo", *REWARD[:1], "--reward=rewardz.py:length"], "There is no file rewardz.py."),
         (["grpo", *REWARD[:1], "--reward=no_module:length"], "There is no module 'no_module'."),
+        (["grpo", *REWARD[:1], "--reward=email.no_module:length"], "There is no module 'email.no_module'."),
         (["grpo", *REWARD[:1], "--reward=pairs/scorer"], "There is no file or folder pairs/scorer."),
         (
             ["grpo", *REWARD[:1], "--reward=rewards.py"],
@@ -360,7 +364,7 @@ def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
         (["grpo", *GRPO[:1], *GRPO[2:], *BATCH, "--reward=rewards.py:needs_more"], "needs ['more']; there are"),
         (["grpo", *GRPO[:1], *GRPO[2:], *BATCH, "--reward=rewards.py:silent"], "all returned None"),
         (["ppo", *PPO[:-1], "--max_new_tokens=5000"], "Lower max_new_tokens (5000), or leave long prompts out."),
-        (["iterative-sft", *RAFT[:-1], "--max_new_tokens=5000"], "max_completion_length (5000)"),
+        (["iterative-sft", *RAFT[:-1], "--max_new_tokens=5000"], "Lower max_new_tokens (5000), or leave long"),
         (["sft", *COMMANDS["sft"], "--resume_from=lastest"], "lastest"),
         (["sft", "--dataset=texts", "--batch_size=2"], "Did you mean per_device_train_batch_size?"),
         (["ppo", *REWARD, "--max_steps=2"], "Did you mean steps?"),
@@ -406,6 +410,15 @@ def test_an_interruption_is_one_line_and_status_130(place, capsys, monkeypatch):
     assert main(["sft", "--model=model", *COMMANDS["sft"]]) == 130
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trimtab")]
     assert line == "trimtab sft: interrupted. --resume_from latest goes on from a checkpoint."
+
+
+def test_an_interrupted_program_ends_by_the_signal_so_that_a_shells_loop_ends():
+    program = "import trimtab_cli.main as cli\ncli.silence_known()\nimport trimtab_cli.chat as chat\n"
+    program += "def interrupted(words): raise KeyboardInterrupt\n"
+    program += "chat.main = interrupted\nraise SystemExit(cli.main())\n"
+    ended = subprocess.run([sys.executable, "-c", program, "chat", "model"], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr.splitlines() == ["trimtab chat: interrupted."]
 
 
 def test_a_checkpoint_that_is_not_there_is_one_line_for_a_pipeline(place, capsys):

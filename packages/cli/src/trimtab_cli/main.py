@@ -2,10 +2,13 @@
 
 import difflib
 import gc
+import io
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,13 +101,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trimtab {name}: error: {mistake}", file=sys.stderr)
         return 2
     run = cast(Callable[[Sequence[str]], int], getattr(import_module(command.module), command.function))
+    is_interrupted = False
     try:
         status = run(rest)
     except KeyboardInterrupt:  # after a training was saved, or at once
-        print(f"trimtab {name}: interrupted. --resume_from latest goes on from a checkpoint.", file=sys.stderr)
-        status = 130
+        remedy = " --resume_from latest goes on from a checkpoint." if name in TRAINING else ""
+        print(f"trimtab {name}: interrupted.{remedy}", file=sys.stderr)
+        status, is_interrupted = 130, True
     end_process_group()
+    if is_interrupted and argv is None:  # Python ends by the signal, so that a shell's loop over trainings ends, too
+        sys.excepthook = partial(_call_silently, sys.excepthook)
+        raise KeyboardInterrupt
     return status
+
+
+def _call_silently(hook: Callable[..., object], *error: object) -> None:
+    """Calls a hook, of W&B for instance, without what it prints."""
+    with redirect_stderr(io.StringIO()):
+        hook(*error)
 
 
 def end_process_group() -> None:

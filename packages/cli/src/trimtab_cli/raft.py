@@ -17,7 +17,6 @@ from trimtab_lm.rewards.functions import RewardSet, as_completions, rewards_of
 from trimtab_lm.sampling.backends import TransformersRollout
 from trimtab_lm.sampling.generate import response_texts
 from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
-from trimtab_lm.tokens.positions import Positions
 
 from .subcommands import (
     DURING_TRAINING,
@@ -26,6 +25,7 @@ from .subcommands import (
     RunConfig,
     about_run,
     chat_with,
+    check_room,
     checkpoint_of,
     defaults,
     errors_in_one_line,
@@ -68,9 +68,9 @@ def iterative_sft(argv: Sequence[str]) -> int:
             trainer.tokenizer,
             is_encoder_decoder=trainer.is_encoder_decoder,
             needed_for=name,
-            max_completion_length=raft.max_new_tokens,
-            positions=Positions.of(trainer.model),
         ).shuffle(seed=args.seed)
+        is_encoder_decoder = trainer.is_encoder_decoder
+        check_room(trainer.model, rows[PROMPT_IDS], raft.max_new_tokens, is_encoder_decoder=is_encoder_decoder)
     limit = SamplingSettings(max_completion_length=raft.max_new_tokens)
     backend = TransformersRollout(limit, trainer.tokenizer, batch_size=raft.sample_batch_size)
     with errors_in_one_line(name, DURING_TRAINING):

@@ -4,7 +4,7 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -29,6 +29,7 @@ from trimtab_common.reward_checks import RewardError
 from trimtab_common.run_record import folder_of_trial
 from trimtab_common.sealing import CheckpointError, latest_checkpoint
 from trimtab_lm.data.prompts import open_dataset
+from trimtab_lm.tokens.positions import Positions
 
 from .places import refuse_missing_path
 from .rows import columns_of_words, recognized, tokenizer_of, with_columns
@@ -256,6 +257,12 @@ def checkpoint_of(run: RunConfig, args: TrainingArguments) -> str | bool | None:
     return latest_checkpoint(str(args.output_dir)) is not None if name == "latest" else name
 
 
+def check_room(model: Any, prompts: Iterable[Sequence[int]], new: int, *, is_encoder_decoder: bool) -> None:
+    """ValueError if a prompt leaves no room for `new` tokens in the model's positions."""
+    remedy = f"Lower max_new_tokens ({new}), or leave long prompts out."
+    Positions.of(model).check_sample(max(map(len, prompts)), new, is_encoder_decoder=is_encoder_decoder, remedy=remedy)
+
+
 def finish(trainer: Trainer, use: str) -> int:
     """Save the model with its tokenizer, and say where it is and how it is used; the exit status."""
     trainer.save_model()
@@ -299,19 +306,20 @@ def _members_of(source: str) -> Mapping[str, Any]:
     """What the file or module of a user's function defines; modules of the working directory are found, too."""
     if source.endswith(".py") and not Path(source).is_file():
         raise ValueError(f"There is no file {source}.")
-    sys.path.append(os.getcwd())
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for good: a function may import when it is called
     try:
         return run_path(source, run_name=Path(source).stem) if source.endswith(".py") else vars(import_module(source))
     except ModuleNotFoundError as error:
-        if error.name == source.partition(".")[0]:
+        if error.name and not source.endswith(".py") and f"{source}.".startswith(f"{error.name}."):
             raise ValueError(f"There is no module {source!r}. Name a file: path/to/file.py:function.") from error
         raise ValueError(f"{source} imports {error.name}, which is not installed. Install it.") from error
     except Exception as error:  # whatever it is, it is the user's
+        if source.partition(".")[0] in {"trimtab_common", "trimtab_lm", "trimtab_diffusion"}:
+            raise
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == source]
         where = f"{source}, line {lines[-1]}" if lines else source
         raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from trimtab_lm import (
     SFTTrainer,
 )
 from trimtab_lm.hf.adapter import TrainerAdapter
-from trimtab_lm.tokens.positions import Positions
 
 from .subcommands import (
     DURING_TRAINING,
@@ -32,6 +31,7 @@ from .subcommands import (
     RunConfig,
     about_run,
     chat_with,
+    check_room,
     checkpoint_of,
     defaults,
     errors_in_one_line,
@@ -150,11 +150,9 @@ def ppo(argv: Sequence[str]) -> int:
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         trainer = PPOTrainer(config, model, tokenizer=tokenizer, dataset=run.rows())
         trainer.run.about = about_run(run)
-        longest, new = max(map(len, trainer.dataset["input_ids"])), completions.max_new_tokens
-        remedy = f"Lower max_new_tokens ({new}), or leave long prompts out."
-        limits = Positions.of(model.pretrained_model)
-        limits.check_sample(longest, new, is_encoder_decoder=run.is_encoder_decoder, remedy=remedy)
-    sampling = {"max_new_tokens": completions.max_new_tokens}
+        prompts, new = trainer.dataset["input_ids"], completions.max_new_tokens
+        check_room(model.pretrained_model, prompts, new, is_encoder_decoder=run.is_encoder_decoder)
+    sampling = {"max_new_tokens": new}
     with errors_in_one_line("ppo", DURING_TRAINING):
         trainer.train(scorers, generation_kwargs=sampling, resume_from=run.resume_from)
     trainer.save_pretrained(config.output_dir)

@@ -90,7 +90,7 @@ def run(flags: argparse.Namespace, options: Mapping[str, Any]) -> int:
             columns="user_attrs_message", errors="ignore"
         )
         print(frame.sort_values("value", ascending=record.direction.name == "MINIMIZE").to_string(index=False))
-    if not status and trials and all(study.status_of(trial) == "failed" for trial in trials):
+    if count and not status and trials and all(study.status_of(trial) == "failed" for trial in trials):
         print("trimtab sweep: error: every trial failed; each said why above.", file=sys.stderr)
         return 1
     return status
