@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from trimtab_common.checkpoint import load_checkpoint, save_checkpoint
-from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
+from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint, seal
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,13 @@ def test_tied_and_odd_layouts_come_back(tmp_path, accelerator):
 def save(root, step, accelerator, **options) -> Path:
     weights = {"w": torch.full((300,), float(step))}
     return save_checkpoint(root, step, accelerator=accelerator, weights=weights, state={"n": step}, **options)
+
+
+def test_a_checkpoint_of_a_trainer_on_transformers_is_named_as_one(tmp_path, accelerator):
+    (folder := tmp_path / "checkpoint-1").mkdir()
+    seal(folder, {"step": 1, "resumable": True})
+    with pytest.raises(CheckpointError, match=r"is a checkpoint of a trainer on transformers\.Trainer"):
+        load_checkpoint(folder, accelerator=accelerator)
 
 
 def test_rotation_keeps_the_newest_and_never_the_last_good_one_goes(tmp_path, accelerator):

@@ -129,8 +129,10 @@ def test_a_checkpoint_is_not_resumed_into_the_folder_of_another_run(tmp_path):
     path = mine.run.save(tmp_path / "mine", 1)
     other.run.save(tmp_path / "others", 1)
     free(other.run)
+    refused = Loop()
     with pytest.raises(CheckpointError, match="of another run, whose checkpoints would mix"):
-        Loop().run.resume(path, tmp_path / "others")
+        refused.run.resume(path, tmp_path / "others")
+    assert not (tmp_path / "others" / LOCK).exists()
 
 
 def test_a_tracker_goes_back_with_the_run(tmp_path):

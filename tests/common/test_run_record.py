@@ -71,6 +71,13 @@ def test_every_difference_is_listed_with_both_values(tmp_path):
     assert (record.id, record.settings) == ("1", current.settings)
 
 
+def test_data_that_an_earlier_release_did_not_record_are_no_difference(tmp_path):
+    saved, current = RunRecord("1", {}), RunRecord("2", {}, data="y", model="m")
+    assert current.continued(tmp_path, saved, accepts_changes=False).id == "1"
+    with pytest.raises(CheckpointError, match="training data was 'y', is None"):
+        saved.continued(tmp_path, current, accepts_changes=False)
+
+
 @pytest.mark.parametrize(
     ("saved", "unset", "config"),
     [

@@ -143,6 +143,15 @@ def test_correlations_of_unequal_parts_add_up_to_that_of_the_whole():
     assert merge_stats(parts)["r"].value == pytest.approx(torch.corrcoef(torch.stack([x, y]).double())[0, 1].item())
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor, np.float32, lambda value: Mean(value, 1.0)])
+def test_a_recorder_averages_numbers_over_all_its_parts(kind):
+    recorder = Recorder()
+    for value in [*[0.0] * 64, 65.0]:
+        recorder.add({"a": kind(value)}, training=True)
+    recorder.add({"a": 0.0}, training=True)
+    assert recorder.flush(training=True) == {"a": pytest.approx(65 / 66)}
+
+
 def test_numbers_of_any_type_are_averaged():
     numbers = [1, 2.0, True, torch.tensor(3.0), np.float32(4), np.array(7.0)]
     assert merge_stats([{"a": number} for number in numbers]) == {"a": 3.0}

@@ -29,6 +29,12 @@ def test_rescale_leaves_a_constant_as_it_is():
     assert rescale(torch.full((1, 3), 7.0), torch.ones(1, 3)).tolist() == [[7.0, 7.0, 7.0]]
 
 
+def test_what_is_not_finite_is_not_hidden():
+    x = torch.tensor([1.0, float("nan"), 3.0])
+    assert whiten(x, torch.ones(3)).isnan().all()
+    assert explained_variance(torch.ones(3), x, torch.ones(3)).isnan()
+
+
 def test_a_single_number_whitens_to_zero_and_not_to_nan():
     assert whiten(torch.tensor([[5.0]]), torch.ones(1, 1)).item() == 0.0
 

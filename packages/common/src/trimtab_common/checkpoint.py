@@ -224,6 +224,11 @@ def load_checkpoint(path: str | Path, *, accelerator: Accelerator, accepts_chang
     """
     path = Path(path)
     manifest = read_manifest(path)
+    if "resumable" in manifest:
+        raise CheckpointError(
+            f"{path} is a checkpoint of a trainer on transformers.Trainer, which this trainer cannot resume. To start "
+            "from its weights, give the folder as the model."
+        )
     if missing := {"processes", "tied"} - manifest.keys():
         raise CheckpointError(
             f"{path / MANIFEST} does not say {' and '.join(sorted(missing))}: the folder was sealed by "

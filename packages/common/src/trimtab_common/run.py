@@ -186,8 +186,12 @@ class Run:
         self._hold(root)  # first: a run that was killed may still publish a checkpoint
         newest = gather_over_ranks(self._newest(where, root) if self.accelerator.is_main_process else None)[0]
         if newest is not None:
-            self.load(newest)
-            everywhere(lambda: self.record.check_folder(root) if self.accelerator.is_main_process else None)
+            try:
+                self.load(newest)
+                everywhere(lambda: self.record.check_folder(root) if self.accelerator.is_main_process else None)
+            except BaseException:
+                free(self)
+                raise
             return newest
         free(self)
         if where != "latest":

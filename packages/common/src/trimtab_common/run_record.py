@@ -190,7 +190,8 @@ def _differences(saved: RunRecord, current: RunRecord) -> list[tuple[str, object
         for name in names
         if not _is_unset_in_both(name, saved, current)
     ]
-    pairs += [("training data", saved.data, current.data), ("model", saved.model, current.model)]
+    known = ("training data", saved.data, current.data), ("model", saved.model, current.model)
+    pairs += [(name, before, now) for name, before, now in known if before is not None]
     return [pair for pair in pairs if pair[1] != pair[2] and not (_is_address(pair[1]) or _is_address(pair[2]))]
 
 

@@ -283,6 +283,13 @@ def _kind(value: object) -> str:
     return "a number" if is_number else type(value).__name__
 
 
+def _of_one(number: Any) -> Mean:
+    """A mean over one number, on its device; sums of booleans and of half precision are float32."""
+    if not isinstance(number, Tensor):
+        return Mean(float(number), 1.0)
+    return Mean(number.detach() if number.dtype == torch.float64 else number.detach().float(), 1.0)
+
+
 def on_host(stats: Stats) -> Stats:
     """The statistics with plain numbers in each `Mean`, for which it waits once, and not for each number."""
     means = {name: value for name, value in stats.items() if isinstance(value, Mean)}
@@ -331,7 +338,7 @@ class Recorder:
             training: whether they belong to training, or to evaluation.
         """
         parts = self._parts[training]
-        parts.append({name: Mean(x, 1.0) if isinstance(x, int | float) else x for name, x in stats.items()})
+        parts.append({name: _of_one(x) if _kind(x) == "a number" else x for name, x in stats.items()})
         if len(parts) == 64:
             parts[:] = [merge_stats(parts)]
 

@@ -41,7 +41,7 @@ def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance over the positions of every process, and whether they vary by more than rounding errors."""
     mean = global_mean(x, mask)
     variance = global_mean((x - mean) ** 2, mask)
-    return mean, variance, variance > (ROUNDING * mean) ** 2
+    return mean, variance, ~(variance <= (ROUNDING * mean) ** 2)  # NaN varies, so that it is not hidden
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
