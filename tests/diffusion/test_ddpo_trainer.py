@@ -455,6 +455,12 @@ def test_the_reference_of_trained_adapters_has_them_as_they_were(tmp_path: Path)
     assert ddpo.last_stats["objective/kl"] == pytest.approx(0, abs=1e-6)
 
 
+def test_a_trainer_made_again_on_its_pipeline_keeps_the_reference(tmp_path: Path):
+    ddpo = trained(tmp_path, 1, use_lora=True, init_kl_coef=0.1)
+    again = DDPOTrainer(ddpo.config, ddpo.reward_fn, ddpo.prompt_fn, ddpo.sd_pipeline)
+    assert again.reference == ddpo.reference == ddpo.sd_pipeline.reference  # the denoiser without its adapters
+
+
 def test_the_adaptive_controller_moves(tmp_path: Path):
     """It moves by at most 20 % of 8 images over a horizon of 16; the KL of the first update is 0."""
     ddpo = trainer(

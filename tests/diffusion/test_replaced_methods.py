@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from tests.diffusion import tiny
 
 from trimtab_diffusion import (
@@ -40,7 +41,12 @@ class UpBlockWeights(DDPOStableDiffusionPipeline):
         return [*self.denoiser.up_blocks.parameters()]
 
 
-@pytest.mark.parametrize("kind", [UpBlocks, UpBlockWeights])
+class UpBlockList(DDPOStableDiffusionPipeline):
+    def get_trainable_layers(self) -> Any:
+        return [self.denoiser.up_blocks]
+
+
+@pytest.mark.parametrize("kind", [UpBlocks, UpBlockWeights, UpBlockList])
 def test_a_pipeline_that_returns_fewer_layers_trains_fewer(kind: type, tmp_path: Path):
     trainer, changed = trained(kind, tmp_path)
     assert changed
@@ -58,6 +64,23 @@ def test_layers_that_cannot_train_are_refused(part: str | None, tmp_path: Path):
 
     with pytest.raises(ValueError, match=r"get_trainable_layers returned .* 0 of them are the denoiser's"):
         trained(Wrong, tmp_path)
+
+
+def test_adapters_that_could_not_be_loaded_are_refused(tmp_path: Path):
+    class Adds(DDPOStableDiffusionPipeline):
+        def get_trainable_layers(self) -> Any:
+            self.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+            return self.unet
+
+    with pytest.raises(ValueError, match=r"added adapters to a pipeline with use_lora=False"):
+        trained(Adds, tmp_path)
+
+
+def test_a_wrapped_pipeline_takes_another_scheduler():
+    pipeline = DDPOStableDiffusionPipeline(tiny.stable_diffusion())
+    pipeline.scheduler = tiny.ddim(set_alpha_to_one=True)
+    assert pipeline.scheduler is pipeline.sd_pipeline.scheduler
+    assert pipeline.scheduler.config.set_alpha_to_one
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class DDPOStableDiffusionPipeline:
         guidance_argument: the pipeline's argument for the scale of guidance: of its embedded guidance, or else
             classifier-free.
         takes_negative_prompt: whether the pipeline has such an argument.
-        has_new_adapters: whether its adapters change nothing yet; a trainer sets it to False.
+        has_new_adapters: whether it made its adapters, so that the reference is the denoiser without them.
     """
 
     def __init__(
@@ -150,8 +150,12 @@ class DDPOStableDiffusionPipeline:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The pipeline's scheduler."""
+        """The pipeline's scheduler. One whose steps have no log-probability is replaced, with a warning."""
         return self.sd_pipeline.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        self.sd_pipeline.scheduler = trainable_scheduler(scheduler)
 
     @property
     def device(self) -> torch.device:
@@ -230,10 +234,10 @@ class DDPOStableDiffusionPipeline:
         """Returns a context manager that gives the denoiser with its adapters off."""
         return without_lora(self.denoiser)
 
-    def get_trainable_layers(self) -> nn.Module | Iterable[nn.Parameter]:
+    def get_trainable_layers(self) -> nn.Module | Iterable[nn.Module | nn.Parameter]:
         """Returns what trains, those of its weights that require gradients: the denoiser.
 
-        A subclass may return a part of the denoiser, or a list of weights: a trainer freezes the rest.
+        A subclass may return a part of the denoiser, or a list of parts or weights: a trainer freezes the rest.
         """
         return self.denoiser
 

@@ -75,11 +75,13 @@ def window_of(config: DDPOConfig, epoch: int) -> tuple[int, int] | None:
 
 
 def check_windows(config: DDPOConfig, steps: Steps) -> None:
-    """ValueError if the window will move to where no step has noise; `steps` are those of any epoch."""
+    """ValueError if the window moves, by the last epoch, to where no step has noise; `steps` are any epoch's."""
     noisy, size = replace(steps, window=None).is_random, config.sample_window
+    last = (config.num_epochs - 1) // (config.sample_window_interval or config.num_epochs)
 
     def silent(size: int) -> list[int]:
-        return [first for first in range(len(noisy) - size + 1) if not noisy[first : first + size].any()]
+        places = range(min(last, len(noisy) - size) + 1)
+        return [first for first in places if not noisy[first : first + size].any()]
 
     if size and config.sample_window_interval and noisy.any() and (found := silent(size)):
         enough = next(larger for larger in range(size + 1, len(noisy) + 1) if not silent(larger))

@@ -100,7 +100,6 @@ class PipelineTrainer:
         self.run = setup.run_of(self.config, self.accelerator, self.model, **settings, kl_target=kl_target, data=data)
         self.run.keep(self, "optimizer", "lr_scheduler", "first_epoch", "global_step")
         self.run.keep(self.accelerator, "scaler")
-        self.sd_pipeline.has_new_adapters = False
 
     def _keep_prompts(self, prompt_function: PromptFunction, reward_function: RewardFunction) -> None:
         """Takes the functions; checkpoints hold the prompts' state, if any, and the number of images scored so far."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from trimtab_common.accelerators import WeighingAccelerator, fused_if_possible
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.stats import Stats
+from trimtab_diffusion.lora import has_adapters
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from .config import PipelineConfig
@@ -44,10 +46,17 @@ def trained_weights(pipeline: DDPOStableDiffusionPipeline) -> list[nn.Parameter]
     """The weights of `get_trainable_layers` that require gradients.
 
     Raises:
-        ValueError: there are none, or some are not the denoiser's.
+        ValueError: there are none, or some are not the denoiser's, or it added adapters.
     """
     layers = pipeline.get_trainable_layers()
-    weights = layers.parameters() if isinstance(layers, nn.Module) else layers
+    parts = [layers] if isinstance(layers, nn.Module) else layers
+    weights = chain.from_iterable(part.parameters() if isinstance(part, nn.Module) else [part] for part in parts)
+    if has_adapters(pipeline.denoiser) and not pipeline.use_lora:
+        raise ValueError(
+            "get_trainable_layers added adapters to a pipeline with use_lora=False, which could not be loaded after "
+            "training. Add them before, by pipeline.unet.add_adapter(...), and pass "
+            "DDPOStableDiffusionPipeline(pipeline, use_lora=True)."
+        )
     wanted = {id(weight) for weight in weights if weight.requires_grad}
     trained = [weight for weight in pipeline.denoiser.parameters() if id(weight) in wanted]
     if not wanted or len(trained) < len(wanted):
