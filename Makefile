@@ -44,7 +44,7 @@ setup: $(STAMP) ## make .venv and install the four packages, the experiments and
 demo: $(STAMP) ## teach a small model to write positive text (PPO, one CPU, W&B offline)
 	$(PY) -m experiments.ziegler_2019_sentiment $(ARGS)
 
-reproduce: $(STAMP) ## judge the papers' claims, and write the table (an hour on two cores; ARGS='--tier smoke': five)
+reproduce: $(STAMP) ## judge the papers' claims, and write the table (45 to 90 minutes on two cores; ARGS='--tier smoke': five)
 	$(PY) -m experiments.reproduce $(ARGS)
 
 gate: $(STAMP) ## repeat committed runs of five known effects, and stop at a lost or changed one (half an hour)

@@ -177,9 +177,14 @@ def _check_lines(path: Path) -> None:
                 raise ValueError(f"{path}, line {number}: {error}. Each line needs one JSON object.") from error
 
 
+def is_stream(dataset: object) -> bool:
+    """Whether the rows come one after the other, without numbers."""
+    return isinstance(dataset, IterableDataset | torch.utils.data.IterableDataset)
+
+
 def refuse_stream(dataset: object, needed_for: str) -> None:
     """Raises TypeError for a stream."""
-    if isinstance(dataset, IterableDataset | torch.utils.data.IterableDataset):
+    if is_stream(dataset):
         raise TypeError(
             f"{needed_for} takes its prompts from a datasets.Dataset, not from a {type(dataset).__name__}: one call of "
             "generation serves several steps and processes, whose prompts are chosen by number, shuffled, and found "

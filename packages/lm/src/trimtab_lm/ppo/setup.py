@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, send_to_device
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from peft import PeftType
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -31,6 +31,7 @@ from trimtab_lm.data.prompts import (
     ShuffledBatches,
     as_queries,
     collate_columns,
+    is_stream,
     open_dataset,
     refuse_stream,
 )
@@ -242,7 +243,7 @@ def _has_texts(dataset: Any) -> bool:
     """Whether rows need tokenizing: columns without token ids. Rows of a torch dataset may be anything."""
     if isinstance(dataset, Dataset):
         return "input_ids" not in dataset.column_names
-    if isinstance(dataset, IterableDataset | torch.utils.data.IterableDataset) or not len(dataset):
+    if is_stream(dataset) or not len(dataset):
         return False
     row = dataset[0]
     has_texts = isinstance(row, Mapping) and any(isinstance(row.get(name), str | list) for name in PROMPT_COLUMNS)
