@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+from datasets import Dataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_collate
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Row, RowFormat, T, TemplateSettings, columns_of, prepare_dataset, row_format
 from trimtab_lm.data.nulls import without_nulls
-from trimtab_lm.data.sources import as_data
+from trimtab_lm.data.sources import as_data, is_stream
 from trimtab_lm.data.tokenization import encode_prompt
 from trimtab_lm.data.truncation import report_truncation, truncate_columns
 from trimtab_lm.tokens.positions import Positions
@@ -175,11 +175,6 @@ def _check_lines(path: Path) -> None:
                 json.loads(line if line.strip() else "null")
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}. Each line needs one JSON object.") from error
-
-
-def is_stream(dataset: object) -> bool:
-    """Whether the rows come one after the other, without numbers."""
-    return isinstance(dataset, IterableDataset | torch.utils.data.IterableDataset)
 
 
 def refuse_stream(dataset: object, needed_for: str) -> None:

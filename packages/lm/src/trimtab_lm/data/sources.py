@@ -13,6 +13,11 @@ from torch import Tensor
 from trimtab_lm.interface import Data
 
 
+def is_stream(dataset: object) -> bool:
+    """Whether the rows come one after the other, without numbers."""
+    return isinstance(dataset, IterableDataset | torch.utils.data.IterableDataset)
+
+
 def as_data(dataset: object) -> Data:
     """Converts a torch dataset or stream, or a list of rows, to `datasets`; returns other datasets unchanged.
 

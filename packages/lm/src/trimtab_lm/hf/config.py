@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TypeVar
 
-import datasets
 import torch
 from transformers import TrainingArguments
 
 from trimtab_common.config import Count, NotNegative, check_ranges, setting, without_secrets
 from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
+from trimtab_lm.data.sources import is_stream
 
 # transformers 5.23 renamed gradient_checkpointing, in arguments and in methods. This is the name that Trainer reads.
 _FIELDS = TrainingArguments.__dataclass_fields__
@@ -93,8 +93,7 @@ def for_own_collators(config: Config, train_dataset: object, eval_dataset: objec
     config.enable_jit_checkpoint = False  # AdapterCallback saves in its place
     config.logging_nan_inf_filter = False  # training_step raises first; the filter would wait for the device twice
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    streams = (torch.utils.data.IterableDataset, datasets.IterableDataset)
-    if any(isinstance(one, streams) for one in [train_dataset, *evaluated]):
+    if any(map(is_stream, [train_dataset, *evaluated])):
         config.accelerator_config = copy.copy(config.accelerator_config)
         config.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
     if config.use_liger_kernel and runs_liger(config.device):

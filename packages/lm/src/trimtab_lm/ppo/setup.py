@@ -31,10 +31,10 @@ from trimtab_lm.data.prompts import (
     ShuffledBatches,
     as_queries,
     collate_columns,
-    is_stream,
     open_dataset,
     refuse_stream,
 )
+from trimtab_lm.data.sources import is_stream
 from trimtab_lm.interface import base_of
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
