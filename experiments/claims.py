@@ -55,8 +55,8 @@ class Claim:
         place: Where the paper has it: section, figure or table; empty if the claim is ours.
         number: The paper's number, in a few words, from the paper itself; empty if we know none.
         than: What more and less compare the effect with.
-        trivial: Why every working program should pass, such as "the reward is optimised"; empty if the claim informs.
-            A trivial claim is a check: it is listed apart and not counted, but it stays in Holm's correction.
+        trivial: Why the claim does not inform, such as "the reward is optimised"; empty if it does. A trivial claim is
+            a check: it is listed apart and not counted, but it stays in Holm's correction.
         scale: What an adapted claim was tried on, such as "15M parameters".
         groups: The group of each prompt, such as its colour, where prompts come in groups; see `sample_of`.
     """
@@ -83,8 +83,8 @@ class Verdict:
         claim: The claim.
         outcome: One of the conclusions if its p-value after Holm's correction is at most 0.05, else undecided.
             The claim is true: reproduced, or holds if the claim is ours. Its opposite is true: contradicted for a claim
-            of the paper, does not carry over for an adapted one, does not hold for ours. The effect differs from `than`
-            by less than `matters`: no effect that matters; for a claim of little effect that is its truth.
+            of the paper, does not carry over for an adapted one, does not hold for ours. The effect is smaller than
+            `matters`, and `than` is 0: no effect that matters; for a claim of little effect that is its truth.
         means: The means of the compared quantities.
         effect: The mean effect.
         coverage: What the interval covers: 0.95; 0.9 if the p-value is that of a test of equivalence, which concludes
@@ -92,7 +92,7 @@ class Verdict:
         low: The lower end of the effect's interval; None with one seed.
         high: The upper end.
         p: The p-value of the nearest conclusion; None with one seed.
-        p_corrected: The same after Holm's correction for all claims of the paper.
+        p_corrected: The same after Holm's correction for all claims that are judged with it.
         power: The probability that this test, at the level that Holm's rule and the paper's other claims leave to it,
             finds an effect of `matters` (for little: finds none, if there is none) at the observed noise; None with one
             seed.
@@ -166,14 +166,14 @@ class Verdict:
 def judge(claims: Iterable[Claim], measured: Mapping[str, Numbers]) -> list[Verdict]:
     """Judges the claims whose quantities were measured, with Holm's correction over all of them.
 
-    The conclusions on a claim are that its effect is above `than`, that it is below, and that it differs by less than
-    `matters`; on a claim of little effect, that its size is below `matters`, and that it is above. The conclusion with
-    the smallest p-value is drawn. Whatever the true effect, the probability of a false one is at most the level, so
-    that all conclusions share the claim's p-value. With fewer than LEAST_SEEDS seeds, or with fewer than LEAST_GROUPS
-    groups of prompts where these come in groups, a claim is undecided.
+    The conclusions on a claim are that its effect is above `than`, that it is below, and, where `than` is 0, that it is
+    smaller than `matters`; on a claim of little effect, that its size is below `matters`, and that it is above. The
+    conclusion with the smallest p-value is drawn, and all conclusions share the claim's p-value: at a true effect of 0
+    a false one has at most the probability of the level. With fewer than LEAST_SEEDS seeds, or with fewer than
+    LEAST_GROUPS groups of prompts where these come in groups, a claim is undecided.
 
     Args:
-        claims: The claims of one paper.
+        claims: The claims of one page.
         measured: The quantities by name. A claim is judged by the seeds that both of its quantities have; their prompts
             are the same, in the same order.
 
@@ -239,7 +239,7 @@ def _test(claim: Claim, sample: Sample) -> tuple[float, Outcome, bool]:
     if claim.kind == "little":
         return (inside, agrees, True) if inside <= outside else (outside, disagrees, True)
     p = sample.p_value(claim.than)
-    if inside < p:
+    if inside < p and not claim.than:  # near a threshold that is not 0, to be close to it is no finding
         return inside, "no effect that matters", True
     return p, agrees if (sample.mean > claim.than) == (claim.kind == "more") else disagrees, False
 

@@ -23,16 +23,18 @@ from experiments.run_folders import ARCHIVE, Run, finished_runs, pack, unpacked
 
 NUMBERS, MARKDOWN = "numbers.json", "report.md"
 HOW = (
-    "A verdict is about the mean effect over seeds and prompts; runs with one seed, and answers to one prompt, are "
-    "compared in pairs. Interval and p-value are those of an analysis of variance with random seeds and prompts. p is "
-    "corrected by Holm's rule for all claims of the paper, the checks included; every verdict but undecided needs 0.05 "
-    "at most. No effect that matters, and claims of little effect, are tests of equivalence with an interval of 90%. "
+    "A verdict is about the mean effect over seeds, and over prompts where each prompt has a number; else it holds for "
+    "the prompts that were used. Runs with one seed, and answers to one prompt, are compared in pairs. Interval and "
+    "p-value are those of an analysis of variance with random seeds and prompts. p is corrected by Holm's rule for all "
+    "claims of the page, the checks included; every verdict but undecided needs 0.05 at most. No effect that matters, "
+    "and claims of little effect, are tests of equivalence with an interval of 90%. Seeds that agree are those whose "
+    "own effect is on the side of the mean: above or below, or, in a test of equivalence, within or beyond the margin. "
     "The last column is the chance that this test, after the correction, finds the smallest effect that matters at the "
     "observed noise. Below 50% an undecided claim says nothing."
 )
 ONE_RUN = "one run, which has no verdict: eight and more seeds are judged in experiments/README.md"
 WHY = "why it is a check"
-CHECKS = "Checks, which are not counted, because every working program should pass them:"
+CHECKS = "Checks, which are not counted: the last column says why."
 UNJUDGED = (
     "Nothing is judged: these runs lack quantities that the paper's claims compare, such as a control or other seeds."
 )
@@ -71,7 +73,9 @@ def write_report(folder: Path, title: str, claim: str, report: Report, runs: Seq
     texts = [claim, *(single or [HOW if rows else UNJUDGED]), about]
     write_page(folder, title, texts, columns, report.figures, report.captions, report.samples, config)
     parts = [*(single or [tables(verdicts)]), about]
-    parts += [f"![{name}]({name}.png)\n\n*{report.captions[name]}* ([PDF]({name}.pdf))" for name in report.figures]
+    for name in report.figures:
+        image = f"![{title}: {name.replace('_', ' ')}]({name}.png)"
+        parts.append(f"{image}\n\n*{report.captions[name]}* ([PDF]({name}.pdf))")
     if report.samples:
         cells = zip(*report.samples.values(), strict=True)
         parts += ["**Samples**", markdown([[str(cell) for cell in row] for row in cells], list(report.samples))]

@@ -33,6 +33,7 @@ CLAIM = (
     "more than reward-weighted regression (RWR)."
 )
 REWARD = "warmth"
+ELSEWHERE = "black_2023_ddpo judges it, from the same runs"
 LEARNT = (*NAMES.values(), NAMES["is"] + WITH_KL)
 
 
@@ -59,6 +60,7 @@ def claims() -> Iterator[Claim]:
             (quality(REWARD, name),),
             origin="ours",
             than=KEPT,
+            trivial=ELSEWHERE if name == NAMES["is"] else "",
             **shared | margin_fields(PAPER, "quality"),
         )
     for name in NAMES.values():

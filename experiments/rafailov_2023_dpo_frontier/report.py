@@ -19,7 +19,7 @@ CLAIM = (
     "Rafailov et al. 2023, arXiv:2305.18290: DPO gets more reward than PPO at every KL to the reference, even if PPO "
     "learns from the true reward."
 )
-SCALE = "15M parameters and 256 scored texts"
+SCALE = "15M parameters and 256 scored texts a run"
 HALF = 0.5  # of the attainable gain
 FURTHEST = 12.0  # nats that the figure shows
 PLACE = "section 6.1, figure 2, left"
@@ -46,11 +46,12 @@ def read(runs: Sequence[Run]) -> Report:
     most = len(by(runs, "seed"))
     fewer = "".join(f"; {name}: {len(seeds)}" for name, seeds in methods.items() if len(seeds) < most)
     captions = {
-        "figure": f"{most} seeds{fewer}. (a) Each evaluation of each run up to {FURTHEST:g} nats, and each "
-        f"method's frontier; {beyond} evaluations lie further. The reward scored {texts:,} texts in a run, or as many "
-        "as a name says. (b) The most reward within a budget, medians of the seeds, bands from the lower to the upper "
-        "quartile. Black: the best reward at each KL, estimated by reweighting samples of the reference, with its "
-        "standard error (grey); dotted: the best of 1, 2, 4, ... of these samples.",
+        "figure": f"{most} seeds{fewer}. (a) Each evaluation of each run up to {FURTHEST:g} nats; steps join the best "
+        f"ones of all seeds, which are not what is judged; {beyond} evaluations lie further. The reward scored "
+        f"{texts:,} texts in a run, or as many as a name says. (b) The most reward within a budget, medians of the "
+        "seeds, bands from the lower to the upper quartile. Black: the best reward at each KL, estimated by "
+        "reweighting samples of the reference, with its standard error (grey); dotted: the best of 1, 2, 4, ... of "
+        "these samples.",
         "efficiency": "The gain of the most reward within a budget, divided by the attainable gain.",
     }
     samples = samples_of({name: group[0] for name, group in groups.items()})
@@ -118,18 +119,18 @@ def claims_about_texts() -> Iterator[Claim]:
     """Our claims about more scored texts, and the paper's with these."""
     for method in ("PPO", "DPO"):
         yield Claim(
-            f"within {BUDGETS[1]:g} nats {method} gets more reward from {MORE} than from 256",
+            f"within {BUDGETS[1]:g} nats {method} gets more reward from {MORE} a run than from 256",
             (within(BUDGETS[1], f"{method}, {MORE}"), within(BUDGETS[1], method)),
             "more",
             **margin_fields(PAPER, "reward"),
             origin="ours",
         )
     yield Claim(
-        f"within {BUDGETS[1]:g} nats DPO gets more reward than PPO, each from {MORE}",
+        f"within {BUDGETS[1]:g} nats DPO gets more reward than PPO, each from {MORE} a run",
         (within(BUDGETS[1], f"DPO, {MORE}"), within(BUDGETS[1], f"PPO, {MORE}")),
         "more",
         **margin_fields(PAPER, "reward"),
-        scale=f"15M parameters and {MORE}",
+        scale=f"15M parameters and {MORE} a run",
         place=PLACE,
     )
 

@@ -62,7 +62,8 @@ def read(runs: Sequence[Run]) -> Report:
             measured[f"variance ratio, {name}"] = ratios
     seeds = len(by(runs, "seed"))
     captions = {
-        "figure": "(a) Right answers in training. (b) Right answers to held-out sums; each dot is one of "
+        "figure": "(a) The reward in training: for form alone it is 1 for any number, and RFT learns from answers of "
+        "the untrained model. (b) Right answers to held-out sums; each dot is one of "
         f"{seeds} seeds, and the line is their mean. (c) Pass@K of held-out sums before training and "
         "after it, in the colours of (a). (d) Maj@K of held-out sums before and after GRPO. Curves are medians of the "
         "seeds, bands go from the lower to the upper quartile."

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from statistics import fmean
 
 from matplotlib import pyplot as plt
 
 from experiments.claims import Claim, Numbers
 from experiments.figures import curves, panels
-from experiments.frontier import Frontier, reference_curves
+from experiments.frontier import PROMPTS, Frontier, reference_curves
 from experiments.margins import margin_fields
 from experiments.reports import Report, main, medians_in_words
 from experiments.run_folders import Run, by, of_seeds
@@ -85,8 +86,12 @@ def outcome_of(run: Run) -> list[str]:
 
 
 def share_of(run: Run, attainable: Frontier) -> float | None:
-    """The run's gain of reward over the attainable gain at its KL; None if its KL is beyond the frontier's range."""
-    return attainable.efficiency(run.summary["kl"], run.summary["reward"] - run.summary["reward_before"])
+    """The run's gain of reward over the attainable gain at its KL, on the frontier's openings.
+
+    None if its KL is beyond the frontier's range.
+    """
+    after, before = (fmean(run.per_prompt[name][:PROMPTS]) for name in ("reward", "reward_before"))
+    return attainable.efficiency(run.summary["kl"], after - before)
 
 
 def is_true(run: Run) -> bool:
