@@ -3,7 +3,6 @@
 import base64
 import io
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
@@ -195,26 +194,6 @@ def tiled(pictures: Sequence[Picture], *, columns: int = 4, gap: int = 1) -> Ima
     for i, tile in enumerate(tiles):
         sheet.paste(tile, (i % columns * width, i // columns * height))
     return sheet
-
-
-def image_grid(axis: Axes, pictures: Sequence[Picture], captions: Sequence[str], *, columns: int = 4) -> None:
-    """Shows images of one size, `columns` in a row, each above the start of its caption."""
-    if len(pictures) != len(captions):
-        raise ValueError(
-            f"got {len(pictures)} pictures and {len(captions)} captions; one caption per picture is needed. "
-            "Use an empty text for a picture without a caption."
-        )
-    columns = min(columns, len(pictures))
-    width, height = to_pil(pictures[0]).size if len(pictures) else (1, 1)
-    gap = max(1, height // 3)
-    sheet = tiled(pictures, columns=columns, gap=gap)
-    axis.imshow(np.asarray(sheet), interpolation="nearest")
-    axis.set_ylim(sheet.height + gap - 0.5, -0.5)  # room for the captions of the last row
-    for i, caption in enumerate(captions):
-        x, y = i % columns * (width + gap) + width / 2, i // columns * (height + gap) + height
-        text = "\n".join(textwrap.wrap(caption, 20, max_lines=2, placeholder="…"))
-        axis.text(x, y, text, ha="center", va="top", fontsize=6, parse_math=False)
-    axis.axis("off")
 
 
 # Pages -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""PPO with a value head on the sums of GRPO, after as many answers. See README.md."""
+"""PPO with a value head on the sums of GRPO, after equally many answers. See README.md."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -35,7 +35,7 @@ METHODS = {
 GRPO_SIZE = ("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps")
 PPO_SIZE = ("batch_size",)
 SCALE = "135M parameters and 256 answers to sums"
-OTHERS = {"PPO": "PPO after as many answers", "form alone": "the same rewarded for any number, right or wrong"}
+OTHERS = {"PPO": "PPO after equally many answers", "form alone": "the same rewarded for any number, right or wrong"}
 YUE, LIU = "Yue et al. 2025, arXiv:2504.13837, abstract", "Liu et al. 2025, arXiv:2503.20783, abstract"
 
 
@@ -159,7 +159,7 @@ def claims_about(most: int, groups: Sequence[str] = ()) -> Iterator[Claim]:
     )
     for first, second in (("online RFT", "RFT"), ("GRPO", "online RFT")):
         yield Claim(
-            f"{first} is more accurate than {second} after as many answers",
+            f"{first} is more accurate than {second} after equally many answers",
             (f"right, {first}", f"right, {second}"),
             "more",
             place="section 5.2.1, figure 5",

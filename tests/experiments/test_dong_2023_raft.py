@@ -134,7 +134,6 @@ def test_planted_differences_are_found_at_equal_rounds_and_at_equal_samples(tmp_
         "K = 1, 4 prompts: without selection the reward of held-out openings changes little": "holds",
         "K = 2, 4 prompts: more reward than K = 1, 4 prompts, at equal rounds": "reproduced",
         "K = 4, 4 prompts: more reward than K = 2, 4 prompts, at equal rounds": "reproduced",
-        "K = 4, 2 prompts: more reward than K = 2, 4 prompts, at equal numbers of samples": "does not hold",
         "K = 2, 4 prompts: the reward of held-out openings rises": "reproduced",
         "K = 2, 4 prompts: more reward than PPO, at equal numbers of samples": "does not carry over",
         "K = 2, 4 prompts: a lower perplexity than PPO, at equal numbers of samples": "reproduced",

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from experiments.figures import (
@@ -14,7 +13,6 @@ from experiments.figures import (
     file_of,
     frontier,
     frontier_points,
-    image_grid,
     median_and_quartiles,
     on_common_x,
     panels,
@@ -155,22 +153,6 @@ def test_tiles_lie_row_by_row_with_white_between():
 def test_no_picture_and_pictures_of_several_sizes_are_refused(pictures: list):
     with pytest.raises(ValueError, match="all of one size"):
         tiled(pictures)
-
-
-def test_a_grid_has_every_caption_below_its_picture(axis):
-    captions = [r"$5 \or $6", "", "a_b^c $", "the fourth of these has far more words than there is room for"]
-    image_grid(axis, torch.rand(4, 3, 8, 12), captions, columns=3)
-    assert axis.images[0].get_array().shape == (2 * 10 - 2, 3 * 14 - 2, 3)
-    assert axis.texts[0].get_text() == captions[0]
-    assert axis.texts[3].get_text().endswith("…")
-    assert [text.get_position() for text in axis.texts] == [(6, 8), (20, 8), (34, 8), (6, 18)]
-    assert axis.get_ylim()[0] > 18
-    axis.figure.canvas.draw()  # text between two $ must not become a formula
-
-
-def test_a_grid_wants_a_caption_for_each_picture(axis):
-    with pytest.raises(ValueError, match="2 pictures and 1 captions"):
-        image_grid(axis, torch.rand(2, 3, 8, 8), ["one"])
 
 
 # Pages -----------------------------------------------------------------------------------------------------------

@@ -237,8 +237,8 @@ def test_an_order_that_is_not_the_papers_is_contradicted():
     runs = [planted(method, seed, right=right) for method, right in rights.items() for seed in range(10, 18)]
     read = report.read(runs)
     outcomes = {verdict.claim.text: verdict.outcome for verdict in judge(read.claims, read.measured)}
-    assert outcomes["GRPO is more accurate than online RFT after as many answers"] == "does not carry over"
-    assert "online RFT is more accurate than RFT after as many answers" not in outcomes
+    assert outcomes["GRPO is more accurate than online RFT after equally many answers"] == "does not carry over"
+    assert "online RFT is more accurate than RFT after equally many answers" not in outcomes
 
 
 def test_runs_that_do_not_compare_are_refused():
