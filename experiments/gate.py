@@ -3,9 +3,10 @@
 The sweeps gate*.yaml repeat a part of the runs whose archives are committed, with the same settings and seeds. This
 program runs them, and asks two questions about each of five effects that are known: does the judge still find it, and
 has it changed? A change is tested between the new runs and the committed ones, in pairs of seeds. Where the processor
-and the versions are the same, the numbers are the same to the bit. Elsewhere they differ by chance, and a release
-without a fault is stopped in one case of a hundred at most. The exit status is 1 if an effect is lost or has changed,
-or a run has failed. Finished runs in runs/reproduce/gate are not repeated: remove that folder first.
+and the versions are the same, the numbers are the same to the bit. Elsewhere they differ by chance: the test of a
+change stops a release without a fault in one case of a hundred at most, and an effect that the judge misses by chance
+stops it, too. The exit status is 1 if an effect is lost or has changed, or a run has failed. Finished runs in
+runs/reproduce/gate are not repeated: remove that folder first.
 """
 
 import argparse
