@@ -15,7 +15,6 @@ from torch import Tensor
 
 from trimtab_common.formulas.advantages import (
     batch_scaled,
-    batch_whitened,
     group_centred,
     group_whitened,
     leave_one_out,
@@ -28,7 +27,7 @@ SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "batch": batch_scaled,
     "none": group_centred,
     "rloo": leave_one_out,
-    "reinforce++": batch_whitened,
+    "reinforce++": lambda scores, groups: group_whitened(scores, torch.zeros_like(groups)),
     "raw": lambda scores, groups: scores,
 }
 """What each score is compared with, and what the difference is divided by: see `advantages`."""
