@@ -98,11 +98,6 @@ def test_a_baseline_changes_the_noise_of_the_gradient_and_not_its_direction():
     assert means["rloo"] == pytest.approx(0.3 * 0.7)
 
 
-def test_an_unknown_scale_lists_those_there_are():
-    with pytest.raises(ValueError, match=r"choose from group, batch, none, rloo, reinforce\+\+, raw"):
-        advantages(SCORES, scale="prompt")
-
-
 # --- ratios -----------------------------------------------------------------------------------------------------------
 
 
@@ -272,11 +267,6 @@ def test_masking_a_completion_is_leaving_it_out():
 def test_a_step_where_all_is_masked_has_no_loss(loss_type):
     weights = token_weights(loss_type, *flat([0, 0]), totals=Totals(0, 0, 0), max_completion_length=4)
     assert weights.shape == (0,)
-
-
-def test_an_unknown_normalisation_lists_those_there_are():
-    with pytest.raises(ValueError, match="choose from grpo, bnpo, dr_grpo, dapo"):
-        token_weights("ppo", *flat([1]), totals=Totals(1, 1, 1), max_completion_length=4)
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------

@@ -56,8 +56,6 @@ def advantages(scores: Tensor, *, scale: str, mask: Tensor | None = None) -> Ten
         [P, G]: 0 where the mask is 0, whose score enters neither mean nor deviation, and, but for "raw", where all that
         it is measured against are equal.
     """
-    if scale not in SCALES:
-        raise ValueError(f"scale={scale!r} of the advantages: choose from {', '.join(SCALES)}.")
     counted = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask.bool()
     groups = torch.arange(len(scores), device=scores.device)[:, None].expand_as(scores)
     result = torch.zeros_like(scores, dtype=torch.promote_types(scores.dtype, torch.float32))
@@ -173,7 +171,5 @@ def token_weights(
     Whatever the split into micro-batches, the sum is the same. Where gradients are averaged over processes, as DDP and
     FSDP do, multiply it by `totals.ranks`.
     """
-    if loss_type not in NORMALIZATIONS:
-        raise ValueError(f"loss_type={loss_type!r}: choose from {', '.join(NORMALIZATIONS)}.")
     lengths = tokens_per_sequence.float()
     return NORMALIZATIONS[loss_type](lengths, totals, max_completion_length)[sequence]
