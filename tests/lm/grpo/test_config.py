@@ -23,8 +23,8 @@ def test_the_names_that_users_know_have_the_papers_defaults():
         "group",
         "token",
     )
-    assert defaults.clip == {"epsilon_low": 0.2, "epsilon_high": 0.2, "delta": None}
-    assert config(epsilon_high=0.28, delta=2.0).clip == {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 2.0}
+    assert defaults.clip == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    assert config(epsilon_high=0.28, delta=2.0).clip == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 2.0}
 
 
 @pytest.mark.parametrize(("parts", "accumulation"), [(3, 3), (2, 1), (8, 4)])

@@ -20,7 +20,6 @@ from trimtab_common.formulas.advantages import (
     leave_one_out,
 )
 from trimtab_common.formulas.kl import LOG_RATIO_CLAMP, k3
-from trimtab_common.formulas.surrogate import clipped_surrogate
 
 SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group": group_whitened,
@@ -86,19 +85,8 @@ LOG_RATIOS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 """The importance ratio's log at each `importance_sampling_level`."""
 
 
-def policy_losses(
-    log_ratio: Tensor, advantages: Tensor, *, epsilon_low: float, epsilon_high: float, delta: float | None = None
-) -> Tensor:
-    """The clipped surrogate with separate lower and upper ranges (DAPO, Yu et al. 2025, arXiv:2503.14476, Eq. 10).
-
-    log_ratio: [N], by one of `LOG_RATIOS`; advantages: [N], of each token's completion. delta > 1 + epsilon_high bounds
-    the ratio where the advantage is negative too. Returns [N], to be minimised.
-    """
-    return clipped_surrogate(log_ratio, advantages, clip_low=epsilon_low, clip_high=epsilon_high, dual_clip=delta)
-
-
-def cispo_losses(log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsilon_high: float) -> Tensor:
-    """-sg(min(r, 1 + epsilon_high)) A log pi: CISPO (MiniMax 2025, arXiv:2506.13585, Eq. 4-5, without a lower bound).
+def cispo_losses(log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, clip_high: float) -> Tensor:
+    """-sg(min(r, 1 + clip_high)) A log pi: CISPO (MiniMax 2025, arXiv:2506.13585, Eq. 4-5, without a lower bound).
 
     sg stops the gradient: a token beyond the bound still learns, with a bounded weight.
 
@@ -106,12 +94,12 @@ def cispo_losses(log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, eps
         log_ratio: [N], log r, by one of `LOG_RATIOS`.
         advantages: [N], of each token's completion.
         logprobs: [N], nats, with gradient.
-        epsilon_high: how far above 1 the ratio may be.
+        clip_high: how far above 1 the ratio may be.
 
     Returns:
         [N], to be minimised.
     """
-    weights = log_ratio.detach().exp().clamp(max=1 + epsilon_high)
+    weights = log_ratio.detach().exp().clamp(max=1 + clip_high)
     return -weights * advantages * logprobs
 
 
