@@ -19,7 +19,7 @@ from trimtab_common.formulas.advantages import (
     group_whitened,
     leave_one_out,
 )
-from trimtab_common.formulas.kl import LOG_RATIO_CLAMP, k3
+from trimtab_common.formulas.kl import clamped, k3
 
 SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group": group_whitened,
@@ -65,7 +65,7 @@ def advantages(scores: Tensor, *, scale: str, mask: Tensor | None = None) -> Ten
 
 def token_log_ratio(logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor, tokens_per_sequence: Tensor) -> Tensor:
     """Returns log pi - log pi_old of each token, [N], clamped to +-20: the logarithm of PPO's and GRPO's ratio."""
-    return (logprobs - old_logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return clamped(logprobs - old_logprobs)
 
 
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor, tokens_per_sequence: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor,
     Returns [N], clamped to +-20: all tokens of a completion have its ratio, so that it is clipped as a whole.
     """
     sums = logprobs.new_zeros(len(tokens_per_sequence)).index_add(0, sequence, logprobs - old_logprobs)
-    return (sums[sequence] / tokens_per_sequence[sequence]).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return clamped(sums[sequence] / tokens_per_sequence[sequence])
 
 
 LOG_RATIOS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
@@ -110,8 +110,7 @@ def corrected_k3(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -
     Without the ratio, through which gradient flows, `k3` on the policy's own tokens has the gradient of KL(ref, pi).
     All [N]; returns [N], in nats. Both logs of ratios are clamped to +-20.
     """
-    ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    return ratio * k3(logprobs, ref_logprobs)
+    return clamped(logprobs - old_logprobs).exp() * k3(logprobs, ref_logprobs)
 
 
 class Totals(NamedTuple):
