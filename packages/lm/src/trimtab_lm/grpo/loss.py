@@ -20,6 +20,7 @@ from trimtab_common.formulas.advantages import (
     leave_one_out,
 )
 from trimtab_common.formulas.kl import clamped, k3
+from trimtab_lm.tokens.layout import sum_per_sequence
 
 SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group": group_whitened,
@@ -74,7 +75,7 @@ def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor,
 
     Returns [N], clamped to +-20: all tokens of a completion have its ratio, so that it is clipped as a whole.
     """
-    sums = logprobs.new_zeros(len(tokens_per_sequence)).index_add(0, sequence, logprobs - old_logprobs)
+    sums = sum_per_sequence(logprobs - old_logprobs, sequence, len(tokens_per_sequence))
     return clamped(sums[sequence] / tokens_per_sequence[sequence])
 
 

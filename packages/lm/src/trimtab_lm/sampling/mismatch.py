@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trimtab_common.formulas.kl import clamped
 from trimtab_common.stats import Mean
+from trimtab_lm.tokens.layout import sum_per_sequence
 
 LARGEST = "sampling/token_ratio/max"
 
@@ -63,7 +64,7 @@ def mismatch_stats(
     gap = logprobs - sampler_logprobs
     numbers = torch.arange(len(lengths), device=gap.device)
     rows = numbers.repeat_interleave(lengths, output_size=len(gap))  # known, so that nothing waits for the device
-    sums = torch.zeros(len(lengths), dtype=gap.dtype, device=gap.device).index_add_(0, rows, gap)
+    sums = sum_per_sequence(gap, rows, len(lengths))
     ratio = clamped(gap).exp()
     stats: dict[str, Mean | Tensor] = {
         "sampling/logp_difference/mean": Mean.of(gap.abs()),
