@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from datasets import Dataset, IterableDataset
 
@@ -37,27 +37,34 @@ class TruncatedRow(NamedTuple):
         return {TOKENS_CUT: self.tokens_cut, IS_EMPTIED: self.is_emptied}
 
 
-def check_mode(mode: str) -> None:
+def check_mode(mode: str, modes: Sequence[str] = get_args(Mode)) -> None:
     """Checks the name of a truncation mode.
 
     Raises:
-        ValueError: it is unknown.
+        ValueError: it is none of `modes`.
     """
-    if mode not in ("keep_start", "keep_end"):
-        raise ValueError(f"truncation_mode={mode!r} is unknown. Use 'keep_start' or 'keep_end'.")
+    if mode not in modes:
+        raise ValueError(f"truncation_mode={mode!r} is unknown. Use {' or '.join(map(repr, modes))}.")
 
 
-def check_limits(mode: str, *, max_length: int | None, max_prompt_length: int | None) -> None:
+def check_limits(
+    mode: str,
+    *,
+    max_length: int | None,
+    max_prompt_length: int | None = None,
+    modes: Sequence[str] = get_args(Mode),
+) -> None:
     """Checks the settings by which prompts with answers are cut.
 
     Args:
+        mode: one of `modes`.
         max_length: the most tokens of a prompt with an answer; None: no limit.
         max_prompt_length: the most tokens of a prompt; None: no limit.
 
     Raises:
         ValueError: the mode is unknown, or the limits leave no token to a prompt or to an answer.
     """
-    check_mode(mode)
+    check_mode(mode, modes)
     if max_length is not None and max_length < 2:
         raise ValueError(f"max_length={max_length} leaves no room for a prompt and an answer. Use at least 2.")
     if max_length is not None and (max_prompt_length or 0) >= max_length:
