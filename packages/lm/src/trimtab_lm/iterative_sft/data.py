@@ -49,9 +49,6 @@ def rows_of_tensors(
     if reader.is_encoder_decoder and labels is None:
         raise ValueError("An encoder-decoder model needs labels beside input_ids: what the decoder is to write.")
     _check_lists(input_ids, {"attention_mask": attention_mask, "labels": labels})
-    for i, ids in enumerate(input_ids):
-        if isinstance(ids, Tensor) and ids.dim() != 1:
-            raise ValueError(f"input_ids[{i}] has shape {list(ids.shape)}; a 1-D tensor of token ids is needed.")
     check_ids("input_ids", input_ids, reader.vocab_size)
     if labels is not None:
         check_ids("labels", labels, reader.vocab_size, ignored=-100)
