@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ def rows_of_tensors(
         if attention_mask is not None:
             check_mask(f"attention_mask[{i}]", attention_mask[i], ids, of="row of input_ids")
             kept, names = attention_mask[i].bool().tolist(), ("input_ids", "labels")[: 2 - reader.is_encoder_decoder]
-            row |= {name: [token for token, one in zip(row[name], kept, strict=True) if one] for name in names}
+            row |= {name: list(compress(row[name], kept)) for name in names}
         for label, token in zip(row["labels"], row["input_ids"], strict=True) if not reader.is_encoder_decoder else ():
             if label not in (-100, token):
                 raise ValueError(
