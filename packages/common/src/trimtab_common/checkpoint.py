@@ -142,7 +142,7 @@ def save_checkpoint(
 
     def open_folder() -> None:
         if accelerator.is_main_process:
-            root.resolve().mkdir(parents=True, exist_ok=True)  # of a link the target
+            root.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
             clean(root)
             partial.mkdir()
 

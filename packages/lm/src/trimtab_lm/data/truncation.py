@@ -86,7 +86,7 @@ def truncate_row(
     """Truncates one sequence.
 
     A truncated text should not end in EOS if the model learns to write it, and should if a score is read at its end or
-    an encoder reads it. The first caller passes no stop_ids, the others do.
+    an encoder reads it. Pass no stop_ids in the first case.
 
     Args:
         mask: 1 where a token counts.
