@@ -171,12 +171,13 @@ def test_no_blocks_at_all_are_no_full_disk(tmp_path, monkeypatch):
 
 
 def test_a_refused_save_is_explained_where_the_file_system_does_not_tell_its_room(tmp_path, monkeypatch):
-    def full(folder: Path) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "statvfs", statvfs_raises)
+    monkeypatch.setattr(saved_by_us, "save_file", full)
     with pytest.raises(SaveError, match="an unknown number of bytes are free"):
-        save(tmp_path, 1, extra_files=full)
+        save(tmp_path, 1)
 
 
 def test_a_file_that_cannot_be_flushed_is_an_error(tmp_path, monkeypatch):

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch import nn
 
+from trimtab_common import checkpoint as saving
 from trimtab_common.checkpoint import load_checkpoint, save_checkpoint
 from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint, seal
 
@@ -133,19 +135,21 @@ def test_rotation_keeps_the_newest_and_never_the_last_good_one_goes(tmp_path, ac
 
 
 @pytest.mark.parametrize("cause", [errno.ENOSPC, errno.EDQUOT])
-def test_a_failed_save_leaves_the_old_one_and_the_next_save_cleans_up(cause, tmp_path, accelerator):
-    def full_disk(folder):
+def test_a_failed_save_leaves_the_old_one_and_the_next_save_cleans_up(cause, tmp_path, accelerator, monkeypatch):
+    def full_disk(*_, **__):
         raise OSError(cause, os.strerror(cause))
 
     old = save(tmp_path, 1, accelerator)
     for step in (1, 2):
         text = rf"checkpoint-{step} is not saved: .*{os.strerror(cause)}.*complete checkpoint is"
-        with pytest.raises(CheckpointError, match=text):
-            save(tmp_path, step, accelerator, extra_files=full_disk)
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "save_file", full_disk)
+            with pytest.raises(CheckpointError, match=text):
+                save(tmp_path, step, accelerator)
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert latest_checkpoint(tmp_path) == old
     assert load_checkpoint(old, accelerator=accelerator).state == {"n": 1}
-    save(tmp_path, 1, accelerator, extra_files=lambda folder: (folder / "sub").mkdir() or None)
+    save(tmp_path, 1, accelerator)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
@@ -181,13 +185,15 @@ def flip_a_byte(file):
 
 @pytest.mark.parametrize("name", ["manifest.json", "weights.safetensors", "state.pt", "rank-00000.pt", "sub/extra.txt"])
 @pytest.mark.parametrize("damage", [truncate, flip_a_byte, Path.unlink])
-def test_damage_names_the_file_and_the_cure(tmp_path, accelerator, name, damage):
-    def extra(folder):
-        (folder / "sub").mkdir()
-        (folder / "sub" / "extra.txt").write_text("hello")
+def test_damage_names_the_file_and_the_cure(tmp_path, accelerator, monkeypatch, name, damage):
+    def save_with_a_folder(weights, file, **options):
+        save_file(weights, file, **options)
+        (file.parent / "sub").mkdir()
+        (file.parent / "sub" / "extra.txt").write_text("hello")
 
     save(tmp_path, 1, accelerator)
-    path = save(tmp_path, 2, accelerator, extra_files=extra)
+    monkeypatch.setattr(saving, "save_file", save_with_a_folder)
+    path = save(tmp_path, 2, accelerator)
     damage(path / name)
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path, accelerator=accelerator)

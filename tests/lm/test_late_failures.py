@@ -215,9 +215,9 @@ def test_ppo_trains_past_rotary_positions():
 
 def test_ppo_refuses_texts_in_one_line():
     trainer, (queries, responses, scores) = tiny.ppo(), tiny.batch()
-    with pytest.raises(TypeError, match=r"Query 0 is a str; .*Tokenize a text"):
+    with pytest.raises(TypeError, match=r"queries\[0\] is a text.*Tokenize it"):
         trainer.generate(["abc", "abd"])
-    with pytest.raises(TypeError, match=r"Query 0 is a str; .*Tokenize a text"):
+    with pytest.raises(TypeError, match=r"queries\[0\] is a text.*Tokenize it"):
         trainer.generate("abc")
     with pytest.raises(TypeError, match=r"queries\[0\] is a text.*Tokenize it"):
         trainer.step(["abc"] * 4, responses, scores)

@@ -5,7 +5,6 @@ import torch
 
 from trimtab_common.formulas.advantages import (
     batch_scaled,
-    batch_whitened,
     group_centred,
     group_whitened,
     leave_one_out,
@@ -34,11 +33,6 @@ def test_whitening_by_the_population_deviation_gives_a_group_variance_one():
 
 def test_leaving_one_out_measures_against_the_others():
     torch.testing.assert_close(leave_one_out(SCORES, GROUPS), torch.tensor([-3.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0]))
-
-
-def test_whitening_of_the_batch_knows_no_groups():
-    expected = torch.tensor([-1.0, 1.0, 0.0])  # mean 3, deviation 2
-    torch.testing.assert_close(batch_whitened(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([0, 0, 1])), expected)
 
 
 def test_integer_scores_do_not_round():

@@ -106,6 +106,11 @@ def test_an_eos_that_the_tokenizer_appends_ends_an_encoders_query_alone(is_encod
         assert row == {"query": "ab", "label": 7, "input_ids": expected}
 
 
+def test_no_progress_bar_fills_a_log_file(capsys):
+    as_queries(Dataset.from_dict({"prompt": ["a", "b"]}), tiny.tokenizer(), is_encoder_decoder=False)
+    assert capsys.readouterr().err == ""
+
+
 def test_an_empty_query_is_refused_by_its_row():
     with pytest.raises(ValueError, match="Row 1: The prompt is empty"):
         as_queries(Dataset.from_dict({"query": ["a", ""]}), tiny.tokenizer(), is_encoder_decoder=False)

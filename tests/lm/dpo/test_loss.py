@@ -8,7 +8,6 @@ import torch
 
 from trimtab_lm.dpo import loss as losses
 from trimtab_lm.dpo.loss import (
-    COUPLED,
     LOSSES,
     WITHOUT_REFERENCE,
     PairLogprobs,
@@ -21,6 +20,7 @@ from trimtab_lm.dpo.loss import (
 BETA = 0.5
 LOG, EXP = math.log, math.exp
 SMOOTHING = {"robust": 0.1, "exo_pair": 0.1}
+COUPLED = {"kto_pair", "kto", "aot", "aot_pair"}
 
 
 def pairs_of(a, b, *, lengths=(1, 1), dtype=torch.float64) -> PairLogprobs:

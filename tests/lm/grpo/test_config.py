@@ -23,8 +23,8 @@ def test_the_names_that_users_know_have_the_papers_defaults():
         "group",
         "token",
     )
-    assert defaults.clip == {"epsilon_low": 0.2, "epsilon_high": 0.2, "delta": None}
-    assert config(epsilon_high=0.28, delta=2.0).clip == {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 2.0}
+    assert defaults.clip == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    assert config(epsilon_high=0.28, delta=2.0).clip == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 2.0}
 
 
 @pytest.mark.parametrize(("parts", "accumulation"), [(3, 3), (2, 1), (8, 4)])
@@ -81,7 +81,10 @@ def test_use_vllm_is_a_backend():
         ({"delta": 1.2}, r"delta=1.2 is not above 1 \+ epsilon_high = 1.2"),
         ({"loss_type": "sapo"}, "loss_type='sapo' is unknown. Use one of grpo, bnpo, dr_grpo, dapo, cispo"),
         ({"loss_type": "cispo", "delta": 2.0}, "delta=2.0 has no meaning for cispo"),
-        ({"scale_rewards": "std"}, "scale_rewards='std' is unknown"),
+        (
+            {"scale_rewards": "std"},
+            r"scale_rewards='std' is unknown. Use one of group, batch, none, rloo, reinforce\+\+, raw",
+        ),
         ({"importance_sampling_level": "word"}, "importance_sampling_level='word' is unknown"),
         ({"rollout_backend": "sglang"}, "rollout_backend='sglang' is unknown"),
         ({"train_sampling_strategy": "group_by_length"}, "Use 'random' or 'sequential'"),

@@ -471,7 +471,7 @@ def test_it_learns_to_write_the_letter_a_and_not_with_a_broken_loss(make, monkey
     if is_broken:
         import trimtab_lm.grpo.algorithm as module
 
-        monkeypatch.setattr(module, "policy_losses", wrong_sign(module.policy_losses))
+        monkeypatch.setattr(module, "clipped_surrogate", wrong_sign(module.clipped_surrogate))
     grpo = make(
         reward=letter_a,
         rollout=None,

@@ -140,11 +140,22 @@ def test_a_score_may_be_any_single_number(score):
     assert tiny.ppo().step(queries, responses, [score] * 4)["ppo/mean_scores"] == 1.0
 
 
-@pytest.mark.parametrize("query", [torch.ones(1, 3, dtype=torch.long), EMPTY])
+@pytest.mark.parametrize(
+    ("query", "error", "message"),
+    [
+        (torch.ones(1, 3, dtype=torch.long), TypeError, r"queries\[0\] must be a 1-D tensor .*squeeze"),
+        (EMPTY, ValueError, r"queries\[0\] is empty. Leave the row out"),
+        (torch.tensor([5, 999]), ValueError, r"queries\[0\] holds token ids from 5 to 999, the model's vocabulary has"),
+    ],
+)
 @pytest.mark.parametrize("is_list", [True, False])
-def test_generate_refuses_a_query_that_is_not_a_row_of_tokens(query, is_list):
-    with pytest.raises(ValueError, match=r"Query 0 has shape .*give one 1-D tensor"):
+def test_generate_refuses_a_query_that_is_not_a_row_of_tokens(query, error, message, is_list):
+    with pytest.raises(error, match=message):
         tiny.ppo().generate([query] if is_list else query, max_new_tokens=2)
+
+
+def test_generate_takes_no_query_too():
+    assert tiny.ppo().generate([], max_new_tokens=2) == []
 
 
 @pytest.mark.parametrize("setting", ["num_beams", "num_return_sequences"])

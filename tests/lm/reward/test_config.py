@@ -56,11 +56,11 @@ def test_fields_are_flags(parse: str, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"truncation_mode": "both"}, "'both' is unknown. Use one of filter, keep_start, keep_end"),
+        ({"truncation_mode": "both"}, "'both' is unknown. Use 'filter' or 'keep_start' or 'keep_end'"),
         ({"max_length": 1}, "leaves no room"),
-        ({"center_rewards_coefficient": 0.0}, "positive number"),
-        ({"center_rewards_coefficient": float("inf")}, "positive number"),
-        ({"num_eval_samples": -1}, "0, for no table"),
+        ({"center_rewards_coefficient": 0.0}, "a finite number above 0"),
+        ({"center_rewards_coefficient": float("inf")}, "a finite number above 0"),
+        ({"num_eval_samples": -1}, "num_eval_samples=-1 must be a whole number, 0 or above"),
         ({"label_smoothing_factor": 0.1}, "the loss of RewardTrainer"),
     ],
 )

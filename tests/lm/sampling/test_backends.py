@@ -191,11 +191,13 @@ def test_a_rollout_of_other_weights_than_asked_for_is_refused(backend: Callable)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_completion_length": 0}, "max_completion_length=0"),
-        ({"temperature": 0.0}, "temperature=0.0"),
-        ({"top_p": 0.0}, "top_p=0.0"),
-        ({"top_k": -1}, "top_k=-1"),
-        ({"min_p": 1.5}, "min_p=1.5"),
+        ({"max_completion_length": 0}, "max_completion_length=0 must be a whole number of at least 1"),
+        ({"temperature": 0.0}, "temperature=0.0 must be a finite number above 0"),
+        ({"top_p": 0.0}, "top_p=0.0 must be a number above 0 and up to 1"),
+        ({"top_k": -1}, "top_k=-1 must be a whole number, 0 or above"),
+        ({"top_k": None}, "top_k=None must be a whole number, 0 or above"),
+        ({"min_p": 1.5}, "min_p=1.5 must be a number from 0 to 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be a finite number above 0"),
         ({"generation_kwargs": {"do_sample": False}}, "do_sample"),
         ({"generation_kwargs": {"num_return_sequences": 2, "n": 2}}, r"\['n', 'num_return_sequences'\]"),
     ],

@@ -6,7 +6,6 @@
         shards/              instead: weights and moments that the processes share, each process's parts (FSDP)
         state.pt             optimizer, scheduler, controllers, moments, plain numbers (read with weights_only)
         rank-<index>.pt      what differs between processes, the state of every random generator included
-        ...                  whatever `extra_files` writes, such as a model that other libraries load
 
 One run writes to one root, on a file system that all its processes share.
 """
@@ -16,7 +15,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +107,6 @@ def save_checkpoint(
     rank_state: Mapping[str, object] | None = None,
     run: RunRecord | None = None,
     keep: int | None = None,
-    extra_files: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes root/checkpoint-<step> and returns it. Collective.
 
@@ -122,7 +120,6 @@ def save_checkpoint(
             process writes its own, and adds its random states.
         run: the run that saves, and its settings; its folder holds no other run's checkpoints.
         keep: how many complete checkpoints stay, this one included; None keeps all.
-        extra_files: called on the main process with the unfinished folder, to add files.
 
     Raises:
         CheckpointError: the file system refuses a file; `state` or `rank_state` holds what cannot be read back without
@@ -145,7 +142,7 @@ def save_checkpoint(
 
     def open_folder() -> None:
         if accelerator.is_main_process:
-            root.resolve().mkdir(parents=True, exist_ok=True)  # of a link the target
+            root.resolve().mkdir(parents=True, exist_ok=True)  # the target of a link
             clean(root)
             partial.mkdir()
 
@@ -159,8 +156,6 @@ def save_checkpoint(
         if accelerator.is_main_process:
             tied.update(_save_weights(partial / WEIGHTS, tree["weights"]))
             _save_tree(partial / STATE, tree["state"])
-            if extra_files is not None:
-                extra_files(partial)
 
     def complete() -> None:
         if accelerator.is_main_process:

@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import io
 import json
-import pathlib
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -104,7 +103,7 @@ class _Metadata(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-_PARTS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", type(pathlib.Path()).__name__)}
+_PARTS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", type(Path()).__name__)}
 
 
 def divided(tree: Mapping[Any, object], owner: Owner, place: Place = ()) -> dict[Any, Any]:

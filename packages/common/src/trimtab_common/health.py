@@ -32,7 +32,6 @@ class Alert:
 
     name: str
     value: float
-    threshold: float
     message: str
 
     def __str__(self) -> str:
@@ -45,7 +44,7 @@ def alert_of(condition: Condition, readings: Sequence[tuple[Sign, Sequence[float
     Args:
         readings: signs, their values at the latest checks, and what their limits are multiples of.
     """
-    numbers, words = list[tuple[float, float]](), list[str]()
+    numbers, words = list[float](), list[str]()
     for sign, values, unit in readings:
         count = math.ceil(sign.share * len(values))
         nearest = sorted(values, reverse=sign.above is not None)[count - 1]
@@ -60,12 +59,12 @@ def alert_of(condition: Condition, readings: Sequence[tuple[Sign, Sequence[float
         multiple = f" ({limit:g} times the {sign.of})" if sign.of in ("first", "target") else ""
         often = "each" if count == len(values) else count
         lasting = f" at {often} of the last {len(values)} checks" if len(values) > 1 else ""
-        numbers.append((nearest, limit * unit))
+        numbers.append(nearest)
         words.append(f"{value}, {side} {limit * unit:.4g}{multiple}{lasting}")
     if not words:
         return None
     message = f"{', and '.join(words)}: {condition.cause}. {condition.remedy}"
-    return Alert(f"health/{condition.name}", *numbers[0], message)
+    return Alert(f"health/{condition.name}", numbers[0], message)
 
 
 def warn_at_start(condition: Condition, gap: float, *, rounding: float) -> None:
@@ -126,27 +125,18 @@ class MonitorState(TypedDict):
 
 
 class HealthMonitor:
-    """Checks the vitals of every step; repeats an alert at most every `repeat_after` checks.
+    """Checks the vitals of every step against `CONDITIONS`; repeats an alert at most every `repeat_after` checks.
 
     Args:
-        conditions: what to look for; `dataclasses.replace(condition, signs=...)` has another limit.
         kl_target: nats per response that the KL controller aims at; None leaves conditions on it unchecked.
         patience: checks that a slow sign must last.
         repeat_after: checks after which a condition that still holds is reported again.
     """
 
-    def __init__(
-        self,
-        conditions: Sequence[Condition] = CONDITIONS,
-        *,
-        kl_target: float | None = None,
-        patience: int = 10,
-        repeat_after: int = 50,
-    ) -> None:
-        self.conditions, self.kl_target = tuple(conditions), kl_target
-        self.patience, self.repeat_after = patience, repeat_after
+    def __init__(self, *, kl_target: float | None = None, patience: int = 10, repeat_after: int = 50) -> None:
+        self.kl_target, self.patience, self.repeat_after = kl_target, patience, repeat_after
         self._longest = max(patience, 1) * max(
-            (sign.slow or 1 for condition in conditions for sign in (*condition.signs, *condition.or_signs)), default=1
+            sign.slow or 1 for condition in CONDITIONS for sign in (*condition.signs, *condition.or_signs)
         )
         self._state = MonitorState(checks=0, first={}, recent={}, last_alert={})
 
@@ -167,7 +157,7 @@ class HealthMonitor:
         state["first"] = {**values, **state["first"]}
         state["recent"] = {name: [*recent.get(name, []), value][-self._longest :] for name, value in values.items()}
         due: list[Alert] = []
-        for condition in self.conditions:
+        for condition in CONDITIONS:
             alert = self._alert(condition, condition.signs) or self._alert(condition, condition.or_signs)
             if alert is None:
                 continue

@@ -213,8 +213,8 @@ class Run:
     def begin_step(self, root: str | Path | None) -> None:
         """Call it before each step, before sampling. Collective.
 
-        Ends the process if a signal came in the last step of a caller's loop; renames the checkpoints of the branch
-        that a run has left which went back to an earlier one.
+        Ends the process if a signal came in the last step of a caller's loop; renames the later checkpoints of a run
+        that resumed from an earlier one.
 
         Args:
             root: the folder of checkpoints; None if there is none.

@@ -61,9 +61,8 @@ def everywhere(call: Callable[[], None]) -> None:
     except Exception as error:  # whatever it is: the other processes would wait for this one
         failure = error
     failures = gather_over_ranks(None if failure is None else _pickled(failure))
-    if (rank := next((i for i, other in enumerate(failures) if other is not None), None)) is not None:
-        own = dist.get_rank() if len(failures) > 1 else 0
-        raise failure if failure is not None and rank == own else pickle.loads(cast(bytes, failures[rank]))
+    if (first := next((i for i, other in enumerate(failures) if other is not None), None)) is not None:
+        raise failure if failure is not None and first == rank() else pickle.loads(cast(bytes, failures[first]))
 
 
 def _pickled(failure: Exception) -> bytes:

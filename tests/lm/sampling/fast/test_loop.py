@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.lm import tiny
-from tests.lm.sampling.test_backends import hybrid, lora, prompt_tuned, sliding
+from tests.lm.sampling.test_backends import hybrid, lora, prefix_tuned, prompt_tuned, sliding
 from torch import Tensor
 from transformers import (
     GenerationMixin,
@@ -114,7 +114,7 @@ def test_rows_that_have_ended_are_no_longer_read():
     assert shapes[-1][0] < 10
 
 
-@pytest.mark.parametrize("build", [tiny.llama, hybrid, tiny.t5])
+@pytest.mark.parametrize("build", [tiny.llama, hybrid, prefix_tuned, tiny.t5])
 @pytest.mark.parametrize("every", [5, LIMIT + 1])
 def test_a_rare_look_at_which_rows_have_ended_changes_no_sample(
     build: Callable, every: int, monkeypatch: pytest.MonkeyPatch

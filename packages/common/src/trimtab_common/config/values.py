@@ -39,7 +39,7 @@ def read_yaml(file: str | Path) -> object:
         return yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of bytes, dates and depth that cannot be
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # invalid bytes, impossible dates, too much nesting
         raise ConfigError(f"{file}: not readable as YAML: {error}") from error
 
 

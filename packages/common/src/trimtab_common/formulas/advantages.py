@@ -83,20 +83,6 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
     return centred * (sizes / (sizes - 1).clamp(min=1))[index]
 
 
-def batch_whitened(scores: Tensor, groups: Tensor, *, correction: int = 1) -> Tensor:
-    """Score minus the mean of all scores, over their deviation: REINFORCE++ (Hu 2025, arXiv:2501.03262).
-
-    Args:
-        scores: [B], as for `group_centred`.
-        groups: [B]; they do not matter.
-        correction: as for `group_whitened`.
-
-    Returns:
-        [B], float; 0 if all scores are equal.
-    """
-    return group_whitened(scores, torch.zeros_like(groups), correction=correction)
-
-
 def _over_deviation(centred: Tensor, std: Tensor, largest: Tensor) -> Tensor:
     rounding = 1e-6 * largest  # of the scores: what is left of equal ones after subtracting their mean
     return torch.where(std <= rounding, 0.0, centred / std.clamp(min=1e-30))

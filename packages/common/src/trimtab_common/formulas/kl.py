@@ -15,6 +15,11 @@ LOG_RATIO_CLAMP = 20.0  # exp(20) is already 5e8: beyond, k3 would only overflow
 LEAST_FACTOR = 0.1  # of one update of the adaptive coefficient
 
 
+def clamped(log_ratio: Tensor) -> Tensor:
+    """Bounds the logarithm of a ratio, [...], to +-20."""
+    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """log pi - log ref of the sampled token: unbiased for KL(pi, ref), may be negative (Schulman 2020, k1)."""
     return logprobs - ref_logprobs
@@ -35,7 +40,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     log r is clamped to +-20.
     """
-    log_ratio = (ref_logprobs - logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    log_ratio = clamped(ref_logprobs - logprobs)
     return torch.expm1(log_ratio) - log_ratio
 
 

@@ -32,11 +32,6 @@ def global_mean(x: Tensor, mask: Tensor) -> Tensor:
     return total / count.clamp(min=1)
 
 
-def global_var(x: Tensor, mask: Tensor) -> Tensor:
-    """`masked_var` over the positions of every process. Collective."""
-    return _moments(x, mask)[1]
-
-
 def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance over the positions of every process, and whether they vary by more than rounding errors."""
     mean = global_mean(x, mask)
@@ -68,5 +63,6 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
         A scalar: 1 where the values predict the returns, 0 where they are no better than the mean, less where they are
         worse; 0 for constant returns.
     """
+    _, unexplained, _ = _moments(returns - values, mask)
     _, total, varies = _moments(returns, mask)
-    return torch.where(varies, 1 - global_var(returns - values, mask) / total.clamp(min=1e-30), 0.0)
+    return torch.where(varies, 1 - unexplained / total.clamp(min=1e-30), 0.0)

@@ -1,9 +1,9 @@
 """The collator of rows of token ids and labels."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from trimtab_lm.data.formats import Row
 from trimtab_lm.interface import Batch
@@ -59,8 +59,8 @@ class DocumentCollator:
 
 def documents(row: Row) -> Iterator[TokenGroup]:
     """Yields the documents of a row with at least one counted token; the first document if there is none."""
-    ids = _list(row["input_ids"])
-    labels = _list(row.get("labels", ids))
+    ids = as_list(row["input_ids"])
+    labels = as_list(row.get("labels", ids))
     real = _real(row)
     spans = [[i for i in range(len(ids))[span] if real[i]] for span in _spans(row, len(ids))]
     counted = [span for span in spans if any(labels[i] != -100 for i in span[1:])]
@@ -70,8 +70,8 @@ def documents(row: Row) -> Iterator[TokenGroup]:
 
 def _read_and_written(row: Row) -> TokenGroup:
     """Returns what the encoder reads and the decoder writes, without padding."""
-    read = [token for token, one in zip(_list(row["input_ids"]), _real(row), strict=True) if one]
-    written = [label for label in _list(row["labels"]) if label != -100]
+    read = [token for token, one in zip(as_list(row["input_ids"]), _real(row), strict=True) if one]
+    written = [label for label in as_list(row["labels"]) if label != -100]
     return TokenGroup(read, [written], [[1] * len(written)])
 
 
@@ -80,7 +80,7 @@ def _spans(row: Row, length: int) -> Iterator[slice]:
     if "seq_lengths" in row:
         ends = [*torch.as_tensor(row["seq_lengths"]).cumsum(0).tolist()]
     elif "position_ids" in row:
-        ends = [i for i, position in enumerate(_list(row["position_ids"])) if i and position == 0] + [length]
+        ends = [i for i, position in enumerate(as_list(row["position_ids"])) if i and position == 0] + [length]
     else:
         ends = [length]
     for start, end in zip([0, *ends], ends, strict=False):
@@ -90,8 +90,9 @@ def _spans(row: Row, length: int) -> Iterator[slice]:
 def _real(row: Row) -> list[int]:
     """Returns the row's attention mask; ones if it has none."""
     mask = row.get("attention_mask")
-    return [1] * len(row["input_ids"]) if mask is None else _list(mask)
+    return [1] * len(row["input_ids"]) if mask is None else as_list(mask)
 
 
-def _list(values: Tensor | Sequence[int]) -> list[int]:
-    return values.tolist() if isinstance(values, Tensor) else list(values)
+def as_list(values: Any) -> list[int]:
+    """Returns a tensor, an array or a sequence as a list."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)

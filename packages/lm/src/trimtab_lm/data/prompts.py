@@ -1,7 +1,7 @@
 """Data for trainers that own their loop: tokenized prompts, and batches whose order survives a restart."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_collate
 from transformers import PreTrainedTokenizerBase
 
-from trimtab_lm.data.formats import Row, RowFormat, T, TemplateSettings, columns_of, prepare_dataset, row_format
-from trimtab_lm.data.nulls import without_nulls
+from trimtab_lm.data.formats import Row, RowFormat, TemplateSettings, columns_of, prepare_dataset, row_format
 from trimtab_lm.data.sources import as_data, is_stream
 from trimtab_lm.data.tokenization import encode_prompt
 from trimtab_lm.data.truncation import report_truncation, truncate_columns
@@ -264,13 +263,7 @@ def as_queries(
     def add_text(row: Row) -> dict[str, object]:
         if isinstance(row[column], str):
             return {"query": row[column]}
-        messages = without_nulls(row)[column]
-        return {"query": tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)}
+        return {"query": tokenizer.apply_chat_template(row[column], tokenize=False, add_generation_prompt=True)}
 
-    return rows.map(add_text, remove_columns=[column], num_proc=num_proc, desc="writing queries")
-
-
-def endless(batches: Iterable[T]) -> Iterator[T]:
-    """Yields batches of one epoch after another, forever."""
-    while True:
-        yield from batches
+    kept = [name for name in columns_of(rows) if name != column]
+    return prepare_dataset(rows, add_text, keep=kept, num_proc=num_proc, desc="writing queries")

@@ -1,8 +1,8 @@
 """Truncates long rows, drops pairs that cannot be used, and warns of it."""
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 from datasets import Dataset, IterableDataset
 
@@ -37,27 +37,34 @@ class TruncatedRow(NamedTuple):
         return {TOKENS_CUT: self.tokens_cut, IS_EMPTIED: self.is_emptied}
 
 
-def check_mode(mode: str) -> None:
+def check_mode(mode: str, modes: Sequence[str] = get_args(Mode)) -> None:
     """Checks the name of a truncation mode.
 
     Raises:
-        ValueError: it is unknown.
+        ValueError: it is none of `modes`.
     """
-    if mode not in ("keep_start", "keep_end"):
-        raise ValueError(f"truncation_mode={mode!r} is unknown. Use 'keep_start' or 'keep_end'.")
+    if mode not in modes:
+        raise ValueError(f"truncation_mode={mode!r} is unknown. Use {' or '.join(map(repr, modes))}.")
 
 
-def check_limits(mode: str, *, max_length: int | None, max_prompt_length: int | None) -> None:
+def check_limits(
+    mode: str,
+    *,
+    max_length: int | None,
+    max_prompt_length: int | None = None,
+    modes: Sequence[str] = get_args(Mode),
+) -> None:
     """Checks the settings by which prompts with answers are cut.
 
     Args:
+        mode: one of `modes`.
         max_length: the most tokens of a prompt with an answer; None: no limit.
         max_prompt_length: the most tokens of a prompt; None: no limit.
 
     Raises:
         ValueError: the mode is unknown, or the limits leave no token to a prompt or to an answer.
     """
-    check_mode(mode)
+    check_mode(mode, modes)
     if max_length is not None and max_length < 2:
         raise ValueError(f"max_length={max_length} leaves no room for a prompt and an answer. Use at least 2.")
     if max_length is not None and (max_prompt_length or 0) >= max_length:
@@ -79,7 +86,7 @@ def truncate_row(
     """Truncates one sequence.
 
     A truncated text should not end in EOS if the model learns to write it, and should if a score is read at its end or
-    an encoder reads it. The first caller passes no stop_ids, the others do.
+    an encoder reads it. Pass no stop_ids in the first case.
 
     Args:
         mask: 1 where a token counts.
@@ -181,7 +188,15 @@ def report_truncation(dataset: Data, *, limit: str) -> Data:
         ValueError: no row is left.
     """
     if not isinstance(dataset, Dataset):
-        return _drop_emptied_of_stream(dataset, limit)
+        return _drop_of_stream(
+            dataset,
+            IS_EMPTIED,
+            warns_at=TOKENS_CUT,
+            warning=lambda row: (
+                f"{limit}: cut {row[TOKENS_CUT]:,} tokens from a row of the stream. All longer rows "
+                "are cut, and rows with nothing left to learn are dropped. Raise the limit, or shorten the rows."
+            ),
+        )
     cuts, emptied = list(dataset[TOKENS_CUT]), list(dataset[IS_EMPTIED])
     if cuts and all(emptied):
         raise ValueError(
@@ -197,22 +212,26 @@ def report_truncation(dataset: Data, *, limit: str) -> Data:
     return dataset.remove_columns([TOKENS_CUT, IS_EMPTIED])
 
 
-def _drop_emptied_of_stream(dataset: IterableDataset, limit: str) -> IterableDataset:
-    """Does for a stream what `report_truncation` does."""
+def _drop_of_stream(
+    dataset: IterableDataset, mark: str, *, warns_at: str, warning: Callable[[Row], str]
+) -> IterableDataset:
+    """Removes marked rows of a stream and the columns `mark` and `warns_at`.
+
+    Args:
+        mark: the column, true for a row to remove.
+        warns_at: the column, true for a row that needs the warning. The first such row warns.
+        warning: from that row to the text of the warning.
+    """
     has_warned = False
 
     def is_kept(row: Row) -> bool:
         nonlocal has_warned
-        if row[TOKENS_CUT] and not has_warned:
+        if row[warns_at] and not has_warned:
             has_warned = True
-            warnings.warn(
-                f"{limit}: cut {row[TOKENS_CUT]:,} tokens from a row of the stream. All longer rows are cut, and rows "
-                "with nothing left to learn are dropped. Raise the limit, or shorten the rows.",
-                stacklevel=2,
-            )
-        return not row[IS_EMPTIED]
+            warnings.warn(warning(row), stacklevel=2)
+        return not row[mark]
 
-    return dataset.filter(is_kept).remove_columns([TOKENS_CUT, IS_EMPTIED])
+    return dataset.filter(is_kept).remove_columns([*{mark, warns_at}])
 
 
 def drop_ties(dataset: Data, *, limit: str = "") -> Data:
@@ -238,16 +257,8 @@ def drop_pairs(dataset: Data, mark: str, *, why: str, remedy: str) -> Data:
         ValueError: no pair is left.
     """
     if not isinstance(dataset, Dataset):
-        has_warned = False
-
-        def is_kept(row: Row) -> bool:
-            nonlocal has_warned
-            if row[mark] and not has_warned:
-                has_warned = True
-                warnings.warn(f"A pair of the stream {why}: it is dropped, as all such are. {remedy}", stacklevel=2)
-            return not row[mark]
-
-        return dataset.filter(is_kept).remove_columns(mark)
+        text = f"A pair of the stream {why}: it is dropped, as all such are. {remedy}"
+        return _drop_of_stream(dataset, mark, warns_at=mark, warning=lambda _: text)
     kept = [i for i, is_marked in enumerate(dataset[mark]) if not is_marked]
     dropped = len(dataset) - len(kept)
     if dropped and not kept:

@@ -99,9 +99,9 @@ class Chain2024:
 
     def __init__(self, trainer: Any, documented: type) -> None:
         self.trainer, self.documented = trainer, documented
-        self.lengths: tuple[Tensor, Tensor] | None = None  # of the answers whose summed log-probabilities dpo_loss gets
-        self.predictions: Tensor | None = None  # of the last batch, for compute_metrics
-        self.pairs = 1  # of the batch whose metrics are stored
+        self.lengths: tuple[Tensor, Tensor] | None = None  # tokens in each of the answers that dpo_loss gets
+        self.predictions: Tensor | None = None  # outputs of the last batch, for compute_metrics
+        self.pairs = 1  # pairs of the batch whose metrics are stored
 
     def replaces(self, *names: str) -> bool:
         """Whether a subclass or an assignment replaces one of these methods."""

@@ -148,6 +148,7 @@ class DPOConfig(TrainerConfig):
         """A checked copy with another value for a setting of the losses or of the tokenization."""
         changed = copy.copy(self)
         setattr(changed, name, value)
+        check_ranges(changed)
         changed._check_settings()
         if name == "reference_free":
             changed._asks_reference_free = bool(value)
@@ -155,7 +156,6 @@ class DPOConfig(TrainerConfig):
         return changed
 
     def _check_settings(self) -> None:
-        check_ranges(self)
         if not self.has_own_loss:
             numbers = {"beta": self.beta, "label_smoothing": self.label_smoothing}
             check_losses(self.loss_type, self.loss_weights, **numbers)

@@ -259,9 +259,6 @@ SMOOTHED = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_pair", "cpo",
 WITHOUT_REFERENCE = frozenset({"cpo", "simpo", "orpo"})
 """Losses that look at the policy alone."""
 
-COUPLED = frozenset({"kto_pair", "kto", "aot", "aot_pair"})
-"""Losses that compare the pairs of a micro-batch with each other, so that its size matters."""
-
 
 def check_losses(
     names: str | Sequence[str], weights: Sequence[float] | None = None, *, beta: float, label_smoothing: float

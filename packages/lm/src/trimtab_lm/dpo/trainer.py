@@ -45,8 +45,8 @@ from .statistics import pair_statistics
 class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and the losses of its family.
 
-    The loss is the mean over the pairs of the optimizer step, of all processes. Losses of `loss.COUPLED` compare
-    the pairs of a micro-batch with each other, so that for them per_device_train_batch_size matters.
+    The loss is the mean over the pairs of the optimizer step, of all processes. The losses kto_pair, aot and aot_pair
+    compare the pairs of a micro-batch with each other, so that for them per_device_train_batch_size matters.
 
     Logs rewards/{chosen,rejected,accuracies,margins} (a tie is no success), logps/{chosen,rejected} (summed over
     tokens) and entropy/{chosen,rejected} (nats per token). Arguments of TRL 0.7 to 0.11 are taken with a FutureWarning.

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from trimtab_common.formulas.kl import k3
+from trimtab_common.formulas.surrogate import clipped_surrogate
 from trimtab_lm.sampling.mismatch import importance_weights
 from trimtab_lm.tokens.layout import TokenGroup
 
 from .config import GRPOConfig
-from .loss import LOG_RATIOS, Totals, cispo_losses, corrected_k3, policy_losses, token_weights
+from .loss import LOG_RATIOS, Totals, cispo_losses, corrected_k3, token_weights
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ def policy_loss(logprobs: Tensor, rollout: Completions, totals: Totals, config: 
         advantages = advantages * importance_weights(trainer, rollout.sampler_logprobs, cap=cap)
     log_ratio = LOG_RATIOS[config.importance_sampling_level](logprobs, old, sequence, lengths)
     if config.loss_type == "cispo":
-        losses = cispo_losses(log_ratio, advantages, logprobs, epsilon_high=config.clip["epsilon_high"])
+        losses = cispo_losses(log_ratio, advantages, logprobs, clip_high=config.clip["clip_high"])
     else:
-        losses = policy_losses(log_ratio, advantages, **config.clip)
+        losses = clipped_surrogate(log_ratio, advantages, **config.clip)
     if ref is not None:
         kl = corrected_k3(logprobs, old, ref) if config.use_bias_correction_kl else k3(logprobs, ref)
         losses = losses + config.beta * kl

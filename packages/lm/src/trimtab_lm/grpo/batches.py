@@ -101,7 +101,7 @@ def prompt_loader(rows: Dataset | None, config: GRPOConfig, *, prompts_per_step:
         looks_ahead=config.asynchronous_rollouts,
     )
     loader = DataLoader(
-        cast(torch.utils.data.Dataset[Row], rows),  # which it is, but in name
+        cast(torch.utils.data.Dataset[Row], rows),  # rows are a torch dataset in all but name
         batch_sampler=batches,
         collate_fn=list,
         generator=torch.Generator(),  # starting an epoch must not move the random numbers of training

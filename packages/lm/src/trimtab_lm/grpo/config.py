@@ -127,10 +127,13 @@ class GRPOConfig(TrainerConfig):
 
     @property
     def clip(self) -> dict[str, Any]:
-        """The bounds of the ratio for `policy_losses`; `cispo_losses` have no lower one."""
+        """The bounds of the ratio for `clipped_surrogate` (DAPO, Yu et al. 2025, arXiv:2503.14476, Eq. 10).
+
+        `cispo_losses` have no lower bound.
+        """
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         low = 1.0 if self.loss_type == "cispo" else self.epsilon
-        return {"epsilon_low": low, "epsilon_high": high, "delta": self.delta}
+        return {"clip_low": low, "clip_high": high, "dual_clip": self.delta}
 
     @property
     def clips_to_sampler(self) -> bool:
@@ -177,7 +180,7 @@ class GRPOConfig(TrainerConfig):
                 f"group_parts={parts} must divide num_generations={self.num_generations}, and {in_step}, the product "
                 "of per_device_train_batch_size and gradient_accumulation_steps: an optimizer step has whole groups."
             )
-        high = self.clip["epsilon_high"]
+        high = self.clip["clip_high"]
         if self.delta is not None and self.loss_type == "cispo":
             raise ValueError(f"delta={self.delta} has no meaning for cispo, which bounds all ratios. Leave it out.")
         if self.delta is not None and self.delta <= 1 + high:

@@ -15,20 +15,19 @@ from torch import Tensor
 
 from trimtab_common.formulas.advantages import (
     batch_scaled,
-    batch_whitened,
     group_centred,
     group_whitened,
     leave_one_out,
 )
-from trimtab_common.formulas.kl import LOG_RATIO_CLAMP, k3
-from trimtab_common.formulas.surrogate import clipped_surrogate
+from trimtab_common.formulas.kl import clamped, k3
+from trimtab_lm.tokens.layout import sum_per_sequence
 
 SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group": group_whitened,
     "batch": batch_scaled,
     "none": group_centred,
     "rloo": leave_one_out,
-    "reinforce++": batch_whitened,
+    "reinforce++": lambda scores, groups: group_whitened(scores, torch.zeros_like(groups)),
     "raw": lambda scores, groups: scores,
 }
 """What each score is compared with, and what the difference is divided by: see `advantages`."""
@@ -57,8 +56,6 @@ def advantages(scores: Tensor, *, scale: str, mask: Tensor | None = None) -> Ten
         [P, G]: 0 where the mask is 0, whose score enters neither mean nor deviation, and, but for "raw", where all that
         it is measured against are equal.
     """
-    if scale not in SCALES:
-        raise ValueError(f"scale={scale!r} of the advantages: choose from {', '.join(SCALES)}.")
     counted = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask.bool()
     groups = torch.arange(len(scores), device=scores.device)[:, None].expand_as(scores)
     result = torch.zeros_like(scores, dtype=torch.promote_types(scores.dtype, torch.float32))
@@ -69,7 +66,7 @@ def advantages(scores: Tensor, *, scale: str, mask: Tensor | None = None) -> Ten
 
 def token_log_ratio(logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor, tokens_per_sequence: Tensor) -> Tensor:
     """Returns log pi - log pi_old of each token, [N], clamped to +-20: the logarithm of PPO's and GRPO's ratio."""
-    return (logprobs - old_logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return clamped(logprobs - old_logprobs)
 
 
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor, tokens_per_sequence: Tensor) -> Tensor:
@@ -78,8 +75,8 @@ def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor,
 
     Returns [N], clamped to +-20: all tokens of a completion have its ratio, so that it is clipped as a whole.
     """
-    sums = logprobs.new_zeros(len(tokens_per_sequence)).index_add(0, sequence, logprobs - old_logprobs)
-    return (sums[sequence] / tokens_per_sequence[sequence]).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    sums = sum_per_sequence(logprobs - old_logprobs, sequence, len(tokens_per_sequence))
+    return clamped(sums[sequence] / tokens_per_sequence[sequence])
 
 
 LOG_RATIOS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
@@ -89,19 +86,8 @@ LOG_RATIOS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 """The importance ratio's log at each `importance_sampling_level`."""
 
 
-def policy_losses(
-    log_ratio: Tensor, advantages: Tensor, *, epsilon_low: float, epsilon_high: float, delta: float | None = None
-) -> Tensor:
-    """The clipped surrogate with separate lower and upper ranges (DAPO, Yu et al. 2025, arXiv:2503.14476, Eq. 10).
-
-    log_ratio: [N], by one of `LOG_RATIOS`; advantages: [N], of each token's completion. delta > 1 + epsilon_high bounds
-    the ratio where the advantage is negative too. Returns [N], to be minimised.
-    """
-    return clipped_surrogate(log_ratio, advantages, clip_low=epsilon_low, clip_high=epsilon_high, dual_clip=delta)
-
-
-def cispo_losses(log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, epsilon_high: float) -> Tensor:
-    """-sg(min(r, 1 + epsilon_high)) A log pi: CISPO (MiniMax 2025, arXiv:2506.13585, Eq. 4-5, without a lower bound).
+def cispo_losses(log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, clip_high: float) -> Tensor:
+    """-sg(min(r, 1 + clip_high)) A log pi: CISPO (MiniMax 2025, arXiv:2506.13585, Eq. 4-5, without a lower bound).
 
     sg stops the gradient: a token beyond the bound still learns, with a bounded weight.
 
@@ -109,12 +95,12 @@ def cispo_losses(log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, eps
         log_ratio: [N], log r, by one of `LOG_RATIOS`.
         advantages: [N], of each token's completion.
         logprobs: [N], nats, with gradient.
-        epsilon_high: how far above 1 the ratio may be.
+        clip_high: how far above 1 the ratio may be.
 
     Returns:
         [N], to be minimised.
     """
-    weights = log_ratio.detach().exp().clamp(max=1 + epsilon_high)
+    weights = log_ratio.detach().exp().clamp(max=1 + clip_high)
     return -weights * advantages * logprobs
 
 
@@ -125,8 +111,7 @@ def corrected_k3(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -
     Without the ratio, through which gradient flows, `k3` on the policy's own tokens has the gradient of KL(ref, pi).
     All [N]; returns [N], in nats. Both logs of ratios are clamped to +-20.
     """
-    ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    return ratio * k3(logprobs, ref_logprobs)
+    return clamped(logprobs - old_logprobs).exp() * k3(logprobs, ref_logprobs)
 
 
 class Totals(NamedTuple):
@@ -174,7 +159,5 @@ def token_weights(
     Whatever the split into micro-batches, the sum is the same. Where gradients are averaged over processes, as DDP and
     FSDP do, multiply it by `totals.ranks`.
     """
-    if loss_type not in NORMALIZATIONS:
-        raise ValueError(f"loss_type={loss_type!r}: choose from {', '.join(NORMALIZATIONS)}.")
     lengths = tokens_per_sequence.float()
     return NORMALIZATIONS[loss_type](lengths, totals, max_completion_length)[sequence]

@@ -33,7 +33,7 @@ from .config import GRPOConfig
 from .loss import OF_THE_BATCH, advantages
 from .statistics import SURPRISE, ScoredRollout, rollout_stats
 
-EVALUATION = 2**31  # evaluation's draws begin here: steps of training, which number its draws, never get so far
+EVALUATION = 2**31  # evaluation's seeds start here; the number of a training step never gets this large
 
 
 class GroupSampler:
@@ -216,8 +216,7 @@ def rollout_of(
 ) -> tuple[Completions, Tensor]:
     """The rollout of sampled completions, and how many tokens [S] of each the policy wrote.
 
-    A completion that does not count is a branch of one token, which does not count either. is_counted, advantages:
-    [P, G].
+    Masked completions are cut to one masked token. is_counted, advantages: [P, G].
     """
     completions, episodes = sampled.completions, sampled.episodes
     size, flags = is_counted.shape[1], is_counted.flatten()

@@ -98,22 +98,22 @@ def policy_stats(
     log_ratio: Tensor,
     advantages: Tensor,
     *,
-    epsilon_low: float,
-    epsilon_high: float,
-    delta: float | None = None,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
     kl: Tensor | None = None,
 ) -> dict[str, Mean]:
-    """Means over the tokens of an update; all [N], as in `policy_losses`.
+    """Means over the tokens of an update; all [N], as for `clipped_surrogate`.
 
     `ratio`: mean of r. `approxkl`: mean of log(r)^2 / 2. `clip_ratio/low_mean` and `/high_mean`: share of tokens whose
-    gradient is stopped below 1 - epsilon_low or above 1 + epsilon_high; `/region_mean`: either.
-    `clip_ratio/dual_mean`: share stopped at `delta`, if there is one. `kl`: mean of the penalty `kl`, [N], in nats per
-    token, if there is one.
+    gradient is stopped below 1 - clip_low or above 1 + clip_high; `/region_mean`: either.
+    `clip_ratio/dual_mean`: share stopped at `dual_clip`, if there is one. `kl`: mean of the penalty `kl`, [N], in nats
+    per token, if there is one.
     """
     ones = torch.ones_like(log_ratio)
-    stats = surrogate_stats(log_ratio, advantages, ones, clip_low=epsilon_low, clip_high=epsilon_high)
+    stats = surrogate_stats(log_ratio, advantages, ones, clip_low=clip_low, clip_high=clip_high)
     ratio = log_ratio.exp()
-    low, high = (advantages < 0) & (ratio < 1 - epsilon_low), (advantages > 0) & (ratio > 1 + epsilon_high)
+    low, high = (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
     result = {
         "ratio": stats["ratio"],
         "approxkl": stats["approxkl"],
@@ -121,8 +121,8 @@ def policy_stats(
         "clip_ratio/high_mean": Mean.of(high.to(ratio.dtype)),
         "clip_ratio/region_mean": stats["clipfrac"],
     }
-    if delta is not None:
-        result["clip_ratio/dual_mean"] = Mean.of(((advantages < 0) & (ratio > delta)).to(ratio.dtype))
+    if dual_clip is not None:
+        result["clip_ratio/dual_mean"] = Mean.of(((advantages < 0) & (ratio > dual_clip)).to(ratio.dtype))
     return result if kl is None else result | {"kl": Mean.of(kl)}
 
 

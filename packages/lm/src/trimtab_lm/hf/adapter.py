@@ -218,7 +218,11 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         with dropout_off(self, model):  # checkpointed layers are computed again in backward
             loss = super().training_step(model, inputs, items)
         if not bool(torch.isfinite(loss)):
-            raise diverged(loss, step=self.state.global_step + 1)
+            raise TrainingDivergedError(
+                f"The loss is {float(loss)} in step {self.state.global_step + 1}; no weight has moved since the step "
+                "before. Resume from the last checkpoint with a lower learning rate, clip gradients (max_grad_norm), "
+                "use bf16 instead of fp16, and look for rows of the data that are all padding or truncated."
+            )
         return loss
 
     # Evaluation and logs ----------------------------------------------------------------------------------------------
@@ -379,15 +383,6 @@ def num_averaged(trainer: AnyTrainer) -> int:
 def dropout_off(trainer: AnyTrainer, model: nn.Module) -> AbstractContextManager[None]:
     """Switches dropout off inside the block, if the trainer asks for it."""
     return dropout_rates_at_zero(model) if trainer.trains_without_dropout else nullcontext()
-
-
-def diverged(loss: Tensor, *, step: int) -> TrainingDivergedError:
-    """The error for a loss that is not finite. The optimizer has not seen its gradient."""
-    return TrainingDivergedError(
-        f"The loss is {float(loss)} in step {step}; no weight has moved since the step before. Resume from the last "
-        "checkpoint with a lower learning rate, clip gradients (max_grad_norm), use bf16 instead of fp16, and look for "
-        "rows of the data that are all padding or truncated."
-    )
 
 
 def real_rows(trainer: AnyTrainer) -> int | None:

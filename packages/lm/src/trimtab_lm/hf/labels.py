@@ -13,6 +13,7 @@ from trimtab_common.stats import Mean
 from trimtab_lm.data.collator import DocumentCollator
 from trimtab_lm.data.formats import Row
 from trimtab_lm.interface import Model, base_of, decoder_start_of
+from trimtab_lm.sampling.rollout import padding_id
 from trimtab_lm.tokens.forward import best_layout, score_tokens_in_forward
 from trimtab_lm.tokens.layout import from_labels
 from trimtab_lm.tokens.positions import Positions
@@ -97,8 +98,9 @@ class LabelTrainer(TrainerAdapter[Config, Tensor]):
             return super().get_test_dataloader(test_dataset)
 
 
-def document_collator(trainer: LabelTrainer[Any], pad_token_id: int) -> DocumentCollator:
+def document_collator(trainer: LabelTrainer[Any]) -> DocumentCollator:
     """A collator of `input_ids` and `labels` in the best layout for the model; masks padding by its place."""
+    pad_token_id = padding_id(trainer.tokenizer) or 0  # a tokenizer may have neither padding nor end
     layout = best_layout(trainer.model, share_prefix=False, is_noisy=is_noisy(trainer))
     if layout == "row" and trainer.has_loss_of_logits:  # transformers would build a mask of the whole row
         layout = "packed"

@@ -19,7 +19,7 @@ class Tables:
     """Tables of a step's samples, in the trackers that `report_to` names (wandb, tensorboard)."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[str, list[str], Sequence[Sequence[object]]]] = []  # for a W&B run to go to
+        self._waiting: list[tuple[str, list[str], Sequence[Sequence[object]]]] = []  # until a W&B run exists
 
     def add(self, trainer: Trainer, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Log rows under the current step; processes other than the main one do nothing."""

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -49,9 +50,6 @@ def rows_of_tensors(
     if reader.is_encoder_decoder and labels is None:
         raise ValueError("An encoder-decoder model needs labels beside input_ids: what the decoder is to write.")
     _check_lists(input_ids, {"attention_mask": attention_mask, "labels": labels})
-    for i, ids in enumerate(input_ids):
-        if isinstance(ids, Tensor) and ids.dim() != 1:
-            raise ValueError(f"input_ids[{i}] has shape {list(ids.shape)}; a 1-D tensor of token ids is needed.")
     check_ids("input_ids", input_ids, reader.vocab_size)
     if labels is not None:
         check_ids("labels", labels, reader.vocab_size, ignored=-100)
@@ -68,7 +66,7 @@ def rows_of_tensors(
         if attention_mask is not None:
             check_mask(f"attention_mask[{i}]", attention_mask[i], ids, of="row of input_ids")
             kept, names = attention_mask[i].bool().tolist(), ("input_ids", "labels")[: 2 - reader.is_encoder_decoder]
-            row |= {name: [token for token, one in zip(row[name], kept, strict=True) if one] for name in names}
+            row |= {name: list(compress(row[name], kept)) for name in names}
         for label, token in zip(row["labels"], row["input_ids"], strict=True) if not reader.is_encoder_decoder else ():
             if label not in (-100, token):
                 raise ValueError(

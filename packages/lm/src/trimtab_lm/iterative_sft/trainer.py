@@ -66,8 +66,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         super().__init__(language_model, args, processing_class, None, peft_config, data=data, **hooks)
         self.reader = Reader.of(self.model)
         if data_collator is None:
-            pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
-            self.data_collator = document_collator(self, next((one for one in (pad, eos) if one is not None), 0))
+            self.data_collator = document_collator(self)
         prepare_datasets(self)
         self.run = StepRun(self)
         self.progress = self.run.progress

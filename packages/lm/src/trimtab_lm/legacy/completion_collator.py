@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Row
@@ -131,14 +133,10 @@ class DataCollatorForCompletionOnlyLM:
 
     def _padded(self, rows: Sequence[Sequence[int]], value: int) -> Tensor:
         """Returns rows [B, T], padded with `value` on the tokenizer's padding side."""
-        length = max(map(len, rows))
-        if self.pad_to_multiple_of:
-            length = -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        batch = torch.full((len(rows), length), value, dtype=torch.long)
-        for row, ids in zip(batch, rows, strict=True):
-            place = slice(length - len(ids), None) if self.tokenizer.padding_side == "left" else slice(len(ids))
-            row[place] = torch.tensor(ids, dtype=torch.long)
-        return batch
+        side, tensors = self.tokenizer.padding_side, [torch.tensor(ids, dtype=torch.long) for ids in rows]
+        batch = pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+        gap = -batch.shape[1] % (self.pad_to_multiple_of or 1)
+        return F.pad(batch, (gap, 0) if side == "left" else (0, gap), value=value)
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:

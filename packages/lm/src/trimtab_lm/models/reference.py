@@ -52,7 +52,7 @@ def create_reference_model(model: Policy, num_shared_layers: int | None = None, 
     base = base_of(_without_value_head(model))
     shared = {} if num_shared_layers is None else _tensors_below(base, num_shared_layers, pattern)
     for tensor in shared.values():
-        tensor.grad = None  # an optimizer would apply a gradient that is left here
+        tensor.grad = None  # clear the gradient, or the optimizer would apply it
     with whole_weights(base):  # DeepSpeed divides weights as they are loaded
         reference = copy.deepcopy(model, dict(shared))
     reference.requires_grad_(False)  # the policy holds the shared tensors too, so this freezes them there

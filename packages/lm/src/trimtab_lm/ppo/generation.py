@@ -16,6 +16,7 @@ from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
 from trimtab_lm.sampling.rollout import Notes, RolloutBackend, SamplingSettings, roll_out, sampling_config
 from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.tokens.dropout import without_dropout
+from trimtab_lm.tokens.ids import check_ids, vocabulary_size
 
 from .checks import check_generate, check_sampler
 from .passes import Trainer
@@ -71,7 +72,7 @@ class Sampler:
                 responses = [torch.cat(pair) for pair in zip(queries, responses, strict=True)]
             answers = [responses]
         else:
-            _check(queries)
+            check_ids("queries", queries, vocabulary_size(self.policy.pretrained_model))
             options, is_first = {"batch_size": batch_size, "return_prompt": return_prompt}, self.calls == 0
             whole = whole_models(self.policy, self.reference if generate_ref_response else None)
             with torch.no_grad(), without_dropout(self.policy.policy), whole:
@@ -105,7 +106,7 @@ class Sampler:
 
         Each call passes new weights to the backend: the sampler cannot know whether the caller has changed them.
         """
-        _check(queries)
+        check_ids("queries", queries, vocabulary_size(self.policy.pretrained_model))
         self._take_temperature(backend.settings.temperature)
         self.eos_ids = eos_token_ids(self.policy.pretrained_model, self.tokenizer.eos_token_id)
         seed = self._next_seed()
@@ -213,16 +214,3 @@ def step_arguments(sampled: Sampled) -> dict[str, list[Tensor]]:
     if sampled.episodes is not None:
         known |= {"response_masks": sampled.episodes.masks, "response_rewards": sampled.episodes.rewards}
     return known
-
-
-def _check(queries: Sequence[Tensor]) -> None:
-    for i, query in enumerate(queries):
-        if not isinstance(query, Tensor):
-            raise TypeError(
-                f"Query {i} is a {type(query).__name__}; a 1-D tensor of token ids is needed. Tokenize a text: "
-                "tokenizer(text, return_tensors='pt').input_ids[0]."
-            )
-        if query.dim() != 1 or len(query) == 0:
-            raise ValueError(
-                f"Query {i} has shape {list(query.shape)}: give one 1-D tensor of token ids, or a list of such tensors."
-            )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trimtab_common.formulas.kl import LOG_RATIO_CLAMP
+from trimtab_common.formulas.kl import clamped
 from trimtab_common.stats import RunningMoments
 
 from .config import PPOConfig
@@ -66,4 +66,4 @@ def policy_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Te
 
     A log-ratio beyond +-20 is taken as that, and gives no gradient.
     """
-    return ((logprobs - old_logprobs) * mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return clamped((logprobs - old_logprobs) * mask)

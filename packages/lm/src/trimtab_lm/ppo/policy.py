@@ -78,7 +78,7 @@ class Critic(nn.Module):
                 self.v_head.summary.weight.data.copy_(score.weight.data)
                 if score.bias is not None:
                     self.v_head.summary.bias.data.copy_(score.bias.data)
-        # T5's trunk is the model with its LM head. A head that is tied to nothing would wait for gradients.
+        # T5's trunk is the model with its LM head. DDP would wait for the gradient of an unused head.
         if (head := lm_head_of(self.trunk)) is not None:
             tensors = [weight for _, weight in self.trunk.named_parameters(remove_duplicate=False)]
             if sum(weight is head.weight for weight in tensors) == 1:
@@ -122,7 +122,7 @@ class ActorCritic(nn.Module):
         self.positions = Positions.of(policy.pretrained_model)
         if self.critic is not None:
             self.readers["critic_tokens"] = self.critic.layouts
-            policy.v_head.requires_grad_(False)  # an unused head would wait for gradients that never come
+            policy.v_head.requires_grad_(False)  # DDP would wait for the gradient of an unused head
 
     @property
     def value_function(self) -> nn.Module:

@@ -1,7 +1,7 @@
 """PPO for language models: the program around `algorithm`, and the documented methods that it calls."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from trimtab_common.overrides import replaced
 from trimtab_common.sealing import save_or_warn
 from trimtab_common.stats import Mean, Stats, gather_stats
 from trimtab_common.tracking import progress
-from trimtab_lm.data.prompts import endless
 from trimtab_lm.interface import decoder_start_of
 from trimtab_lm.legacy.arguments import refuses_arguments_of_2024
 from trimtab_lm.legacy.ppo_names import NamesOf2024, RunningMoments
@@ -140,7 +139,8 @@ class PPOTrainer(NamesOf2024):
         self.run.about = {"reward": ", ".join(rewards.names), **self.run.about}
         files.resume(self.run, self.config, resume_from)
         config, sampler, total = self.config, self.sampler, steps or self.config.steps
-        options, history, batches = sampler.options(generation_kwargs or {}), list[Stats](), endless(loader)
+        options, history = sampler.options(generation_kwargs or {}), list[Stats]()
+        batches = chain.from_iterable(repeat(loader))  # one epoch after another
         lines = Lines("step", self.watched, total=total, done=self.steps_done)
 
         def note(logs: Stats, batch: Stats) -> None:

@@ -6,13 +6,14 @@ Rows hold `input_ids_chosen` and `input_ids_rejected`, each a prompt with its an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import compress
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_lm.data.collator import as_list
 from trimtab_lm.data.formats import Row
 from trimtab_lm.tokens.layout import Layout, TokenGroup, lay_out
 
@@ -81,13 +82,13 @@ def real_tokens(row: Row, side: str) -> list[int]:
 
     Raises ValueError for a mask of another length, and where no token is left.
     """
-    ids = _as_list(row[f"input_ids_{side}"])
-    mask = _as_list(row.get(f"attention_mask_{side}", [1] * len(ids)))
+    ids = as_list(row[f"input_ids_{side}"])
+    mask = as_list(row.get(f"attention_mask_{side}", [1] * len(ids)))
     if len(mask) != len(ids):
         raise ValueError(
             f"input_ids_{side} has {len(ids)} tokens and attention_mask_{side} {len(mask)}. They need one length."
         )
-    kept = [token for token, one in zip(ids, mask, strict=True) if one]
+    kept = list(compress(ids, mask))
     if not kept:
         raise ValueError(f"input_ids_{side} holds no token, or padding alone: there is nothing to score. Drop the row.")
     return kept
@@ -155,7 +156,3 @@ def _margins(rows: Sequence[Row]) -> dict[str, Tensor]:
     if "margin" not in rows[0]:
         return {}
     return {"margin": torch.tensor([one_margin(row["margin"]) for row in rows])}
-
-
-def _as_list(values: Any) -> list[int]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)

@@ -1,16 +1,15 @@
 """Configuration of reward-model training."""
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from trimtab_common.config import setting
+from trimtab_common.config import CountFromZero, Positive, setting
+from trimtab_lm.data.truncation import check_limits
 from trimtab_lm.hf.config import SHARE_PROMPTS, TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.legacy.translations import REWARD_ARGUMENTS
 
 TruncationMode = Literal["filter", "keep_start", "keep_end"]
-MODES = ("filter", "keep_start", "keep_end")
 
 
 @dataclass
@@ -33,7 +32,7 @@ class RewardConfig(TrainerConfig):
         "or its end; a pair whose answers are then the same is dropped.",
         default="filter",
     )
-    center_rewards_coefficient: float | None = setting(
+    center_rewards_coefficient: Positive | None = setting(
         "Weight of (chosen + rejected)^2, which keeps scores around 0 (Eisenstein et al. 2023, arXiv:2312.09244, who "
         "use 0.01). None: pairs leave the level of scores open.",
         default=None,
@@ -45,7 +44,7 @@ class RewardConfig(TrainerConfig):
     )
     share_prompts: bool | None = setting(SHARE_PROMPTS, default=None)
     disable_dropout: bool = setting("Train without dropout.", default=False)
-    num_eval_samples: int = setting(
+    num_eval_samples: CountFromZero = setting(
         "Pairs, from the first of the main process, in the table of texts and scores that each evaluation gives to "
         "wandb and tensorboard. 0: none.",
         default=16,
@@ -69,15 +68,4 @@ class RewardConfig(TrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_label_smoothing("RewardTrainer")
-        if self.truncation_mode not in MODES:
-            raise ValueError(f"truncation_mode={self.truncation_mode!r} is unknown. Use one of {', '.join(MODES)}.")
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length} leaves no room for a prompt and an answer. Use at least 2.")
-        weight = self.center_rewards_coefficient
-        if weight is not None and not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(
-                f"center_rewards_coefficient={weight} has to be a positive number, such as 0.01; None leaves the "
-                "scores where they are."
-            )
-        if self.num_eval_samples < 0:
-            raise ValueError(f"num_eval_samples={self.num_eval_samples} has to be 0, for no table, or more.")
+        check_limits(self.truncation_mode, max_length=self.max_length, modes=get_args(TruncationMode))

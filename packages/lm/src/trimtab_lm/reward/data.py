@@ -36,7 +36,7 @@ def prepare_pairs(
     keeps_columns: bool = False,
     positions: Positions | None = None,
 ) -> DataSource:
-    """The dataset with the columns that `reward_collator` reads, and pairs longer than max_length dropped or cut.
+    """The dataset with the columns that `PairCollator` reads, and pairs longer than max_length dropped or cut.
 
     Pairs whose answers have the same tokens are dropped. Other columns stay if keeps_columns. A `length_column_name`,
     of both texts together, is made where the sampling goes by it. positions: of the model; ValueError for a text that

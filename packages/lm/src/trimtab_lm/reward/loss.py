@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimtab_lm.tokens.scores import upcast
+
 
 def pair_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | Sequence[float] | float | None = None) -> Tensor:
     """-log s(chosen - rejected - margin) (Llama 2, Touvron et al. 2023, arXiv:2307.09288, Eq. 2).
@@ -70,5 +72,4 @@ def _scores(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
             f"Scores of pairs need one shape [B]; got {list(chosen.shape)} for the chosen answers and "
             f"{list(rejected.shape)} for the rejected ones. Squeeze the classifier's logits: logits[:, 0]."
         )
-    dtype = torch.promote_types(chosen.dtype, torch.float32)
-    return chosen.to(dtype), rejected.to(dtype)
+    return upcast(chosen), upcast(rejected)

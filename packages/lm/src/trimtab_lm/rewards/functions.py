@@ -70,7 +70,6 @@ class RewardSet:
             are given by name bring their own.
         names: what the logs call the functions; None: their own names.
         device: for reward models; None leaves modules where they are.
-        batch_size: texts that a reward model reads at a time.
         timeout: seconds that a batch may take where several processes train; see `reward_limit`.
 
     Raises:
@@ -86,7 +85,6 @@ class RewardSet:
         *,
         names: Sequence[str] | None = None,
         device: torch.device | str | None = None,
-        batch_size: int = 16,
         timeout: float | None = None,
     ):
         rewards = list(functions) if isinstance(functions, list | tuple) else [functions]
@@ -107,7 +105,7 @@ class RewardSet:
             )
         self.weights = torch.tensor([1.0] * len(rewards) if weights is None else list(weights), dtype=torch.float32)
         self.functions: list[RewardFunction] = [
-            as_function(function, tokenizer, device=device, batch_size=batch_size)
+            as_function(function, tokenizer, device=device)
             for function, tokenizer in zip(rewards, tokenizers, strict=True)
         ]
         self._order = sorted(range(len(rewards)), key=lambda i: not is_async(self.functions[i]))  # async ones first
@@ -216,14 +214,13 @@ def model_reward(model: RewardModel) -> RewardFunction:
 
 
 def as_function(
-    function: object, tokenizer: PreTrainedTokenizerBase | None, *, device: torch.device | str | None, batch_size: int
+    function: object, tokenizer: PreTrainedTokenizerBase | None, *, device: torch.device | str | None
 ) -> RewardFunction:
     """Converts a reward function or model to a function with keywords.
 
     Args:
         tokenizer: the reward model's tokenizer; None for a model that is given by name.
         device: for a reward model; None leaves a module where it is.
-        batch_size: texts that a reward model reads at a time.
 
     Raises:
         TypeError: it is neither callable nor a model.
@@ -233,7 +230,7 @@ def as_function(
     if isinstance(function, str | PreTrainedModel | PeftModel):
         if device is None:
             device = "cpu" if isinstance(function, str) else function.device
-        return model_reward(RewardModel(function, tokenizer, device=device, batch_size=batch_size))
+        return model_reward(RewardModel(function, tokenizer, device=device))
     if not callable(function):
         raise TypeError(
             f"A reward function is a callable, a model or a model's name, not {function!r} ({type(function).__name__})."

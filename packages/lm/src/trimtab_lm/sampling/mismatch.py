@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab_common.formulas.kl import LOG_RATIO_CLAMP
+from trimtab_common.formulas.kl import clamped
 from trimtab_common.stats import Mean
+from trimtab_lm.tokens.layout import sum_per_sequence
 
 LARGEST = "sampling/token_ratio/max"
 
@@ -40,8 +41,7 @@ def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor | None, *, cap
             f"importance_sampling_cap={cap} needs the log-probabilities of the sampler, and there are none. Sample "
             "with rollout_backend 'continuous_batching', 'vllm' or 'vllm_server', or leave it out."
         )
-    gap = logprobs - sampler_logprobs
-    return gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp().clamp(max=cap)
+    return clamped(logprobs - sampler_logprobs).exp().clamp(max=cap)
 
 
 @torch.no_grad()
@@ -64,11 +64,11 @@ def mismatch_stats(
     gap = logprobs - sampler_logprobs
     numbers = torch.arange(len(lengths), device=gap.device)
     rows = numbers.repeat_interleave(lengths, output_size=len(gap))  # known, so that nothing waits for the device
-    sums = torch.zeros(len(lengths), dtype=gap.dtype, device=gap.device).index_add_(0, rows, gap)
-    ratio = gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    sums = sum_per_sequence(gap, rows, len(lengths))
+    ratio = clamped(gap).exp()
     stats: dict[str, Mean | Tensor] = {
         "sampling/logp_difference/mean": Mean.of(gap.abs()),
-        "sampling/importance_ratio/mean": Mean.of(sums.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp(), lengths > 0),
+        "sampling/importance_ratio/mean": Mean.of(clamped(sums).exp(), lengths > 0),
         "sampling/token_ratio/mean": Mean.of(ratio),
         LARGEST: ratio.sort().values[-1:],  # empty without tokens
     }

@@ -1,6 +1,5 @@
 """The interface of all sampling backends: their arguments and results."""
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from trimtab_common.config import Count, CountFromZero, Fraction, Positive, Share, check_ranges
 from trimtab_common.stats import Mean
 from trimtab_lm.data.formats import Row
 from trimtab_lm.interface import Model
@@ -222,32 +222,21 @@ WARPERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class SamplingSettings:
     """How to sample completions. With the defaults, a token follows the model's own distribution.
 
-    max_completion_length: tokens. temperature: divides the logits, above 0. top_p in (0, 1], top_k (0 is off), min_p
-    and repetition_penalty as in transformers. generation_kwargs: further settings in the backend's own terms, those of
+    max_completion_length: tokens. temperature: divides the logits. top_p, top_k (0 is off), min_p and
+    repetition_penalty as in transformers. generation_kwargs: further settings in the backend's own terms, those of
     GenerationConfig or vllm.SamplingParams.
     """
 
-    max_completion_length: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
+    max_completion_length: Count = 256
+    temperature: Positive = 1.0
+    top_p: Share = 1.0
+    top_k: CountFromZero = 0
+    min_p: Fraction | None = None
+    repetition_penalty: Positive = 1.0
     generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.max_completion_length >= 1:  # NaN is neither
-            raise ValueError(f"max_completion_length={self.max_completion_length}: a completion has 1 token or more.")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(
-                f"temperature={self.temperature}: sampling and its log-probabilities need one above 0; 1.0 is the "
-                "model's own distribution."
-            )
-        if not 0 < self.top_p <= 1 or not self.top_k >= 0 or not 0 <= (self.min_p or 0.0) <= 1:
-            raise ValueError(
-                f"top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p}: top_p is in (0, 1], top_k 0 (off) or "
-                "more, min_p in [0, 1] or None (off)."
-            )
+        check_ranges(self)
         if "do_sample" in self.generation_kwargs:
             raise ValueError("generation_kwargs sets do_sample: completions are always sampled; top_k=1 is greedy.")
         if owned := sorted(OWNED.intersection(self.generation_kwargs)):

@@ -74,8 +74,8 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         language_model = load_language_model(model, args.model_init_kwargs)
         super().__init__(language_model, args, processing_class, model_init, peft_config, data=data, **hooks)
         if data_collator is None:
-            eos, pad = require_eos(self.tokenizer), self.tokenizer.pad_token_id
-            self.data_collator = document_collator(self, eos if pad is None else pad)
+            require_eos(self.tokenizer)
+            self.data_collator = document_collator(self)
         prepare_datasets(self)
 
     def batch_loss(self, model: nn.Module, batch: Batch, items: Tensor) -> BatchLoss:

@@ -21,6 +21,7 @@ def check_ids(name: str, column: Sequence[Any], vocab_size: int, *, ignored: int
 
     Args:
         name: the list's name, for the errors.
+        column: the list, which may be empty.
         vocab_size: ids are below it.
         ignored: an id that is allowed too, such as -100 in labels.
 
@@ -35,9 +36,7 @@ def check_ids(name: str, column: Sequence[Any], vocab_size: int, *, ignored: int
                 "return_tensors='pt').input_ids[0]; responses come from generate(..., return_prompt=False)."
             )
         if isinstance(row, Tensor) and row.shape == (0,):
-            raise ValueError(
-                f"{name}[{i}] is empty. Leave the pair out, or give it one token at least (the end token)."
-            )
+            raise ValueError(f"{name}[{i}] is empty. Leave the row out, or give it one token at least (the end token).")
         is_tensor = isinstance(row, Tensor)
         if not is_tensor or row.dim() != 1 or row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
             came = f"a {row.dtype} tensor of shape {list(row.shape)}" if is_tensor else type(row).__name__
@@ -46,6 +45,8 @@ def check_ids(name: str, column: Sequence[Any], vocab_size: int, *, ignored: int
             )
 
     rows = moved(column, torch.device("cpu"))
+    if not rows:
+        return rows
     ids = torch.cat(rows)
     is_wrong = (ids < 0) | (ids >= vocab_size)
     if ignored is not None:

@@ -5,7 +5,7 @@ prompt, two answers), a rollout group (a prompt, G responses). `lay_out` puts gr
 
 - tree: a row holds the prefix once and then its branches, which do not attend to each other (a 4-D attention mask). The
   mask grows with the squared width, so that long branches are cheaper with copies of the prefix (`cheapest_split`);
-- row: a tree in a single row without padding, for attention that runs group by group (`attention.GroupMask`);
+- row: a tree in a single row without padding, for attention that runs group by group (`tokens.fast.GroupMask`);
 - packed: each branch has a copy of its prefix, and rows are filled best-fit. Position ids start again at 0 with each
   copy and there is no attention mask: transformers then makes a block-diagonal one, or calls a varlen kernel. Where
   each row has one branch there are no position ids: attention that is causal over whole rows needs no mask;

@@ -108,6 +108,7 @@ def decode(
             step = {"next_sequence_length": unread, "is_first_iteration": not drawn}
             outputs = model(**model.prepare_inputs_for_generation(ids, **step, **inputs), return_dict=True)
             inputs, unread = next_inputs(model, outputs, inputs), 1
+            cache = inputs.get(CACHE)  # prefix tuning replaces the empty one in the first step
             scores = logits_processor(ids, outputs.logits[:, -1].to(ids.device, torch.float32))
             probs = scores.softmax(-1)
             tokens = draw(probs, places, size) if generation_config.do_sample else scores.argmax(-1)

@@ -56,11 +56,15 @@ def merged_weights(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, T
 def merged_layer(layer: BaseTunerLayer) -> dict[str, Tensor]:
     """Copies of the weights of an adapted layer with its adapters in them, once."""
     inner = layer.get_base_layer()
-    if layer.merged or layer.disable_adapters:
+
+    def copies() -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
-    original = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
+
+    original = copies()
+    if layer.merged or layer.disable_adapters:
+        return original
     layer.merge()
-    merged = {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
+    merged = copies()
     layer.unmerge()
     for name, parameter in inner.named_parameters():
         parameter.data.copy_(original[name])  # unmerging subtracts, which rounds
