@@ -109,6 +109,7 @@ def test_a_loss_that_is_not_finite_moves_no_weight(tmp_path):
         ({"num_train_epochs": -1}, "num_train_epochs=-1 must be a finite number, 0 or above"),
         ({"learning_rate": -1e-4}, "learning_rate=-0.0001 must be"),
         ({"weight_decay": float("nan")}, "weight_decay=nan must be"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be a whole number of at least 1"),
         ({"per_device_eval_batch_size": -1}, "per_device_eval_batch_size=-1 must be"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be"),

@@ -22,6 +22,7 @@ INHERITED = {
     "num_train_epochs": NotNegative,
     "learning_rate": NotNegative,
     "weight_decay": NotNegative,
+    "max_grad_norm": NotNegative | None,
     "per_device_train_batch_size": Count,
     "per_device_eval_batch_size": Count,
     "gradient_accumulation_steps": Count,
