@@ -4,7 +4,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -106,6 +106,18 @@ class StepRun:
             self.progress.calls, self.progress.updates = self.progress.calls + 1, 0
             return []
         return windows
+
+    @contextmanager
+    def updates_of_call(self) -> Iterator[None]:
+        """Around the updates of a call: one that fails leaves no count, gradient or statistic to the next call."""
+        try:
+            yield
+        except BaseException:
+            self.progress.updates, self._last_log = 0, self.trainer.state.global_step
+            self.trainer.model_wrapped.zero_grad()
+            self.unlogged_loss.zero_()
+            self.stats, self.trainer.recorder = Recorder(), Recorder()
+            raise
 
     # An optimizer step: see `algorithm.Optimizer` ---------------------------------------------------------------------
 
