@@ -36,6 +36,7 @@ from .config import IterativeSFTConfig
 from .data import Rows
 
 PROGRESS, SCHEDULE, ROWS = "iterative_sft.json", "scheduler.pt", "rows_{rank}.json"
+PARTS_OF_ALL_STEPS = ("warmup_steps", "logging_steps", "eval_steps", "save_steps")
 ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.REDUCE_ON_PLATEAU)
 
 
@@ -226,11 +227,21 @@ class StepRun:
     def _start(self, checkpoint: str | None) -> None:
         """Prepare the model, the optimizer and the learning rate's schedule, and load a checkpoint."""
         trainer, args = self.trainer, self.trainer.args
+        parts = {name: value for name in PARTS_OF_ALL_STEPS if 0 < (value := getattr(args, name) or 0) < 1}
+        if parts and args.max_steps <= 0:
+            named = ", ".join(f"{name}={value}" for name, value in parts.items())
+            raise ValueError(
+                f"{named} below 1 means a part of max_steps, and max_steps is not set. Set max_steps, or give a number "
+                "of optimizer steps."
+            )
         trainer.is_in_train = True
         trainer.accelerator.free_memory()
+        if args.use_liger_kernel:
+            apply_liger_kernel(trainer.model, args.liger_kernel_config)
         is_checkpointing, checkpointing_kwargs = checkpointing_of(args)
         if is_checkpointing:
-            getattr(base_of(trainer.model), f"{CHECKPOINTING}_enable")(checkpointing_kwargs)
+            enable = getattr(base_of(trainer.model), f"{CHECKPOINTING}_enable")
+            enable(checkpointing_kwargs, **checkpointed_layers(args))
         if trainer.neftune_noise_alpha is not None:
             noise = trainer.neftune_noise_alpha
             trainer.neftune_hook_handle = activate_neftune(trainer.model, noise, trainer.accelerator)
