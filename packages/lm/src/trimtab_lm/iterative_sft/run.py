@@ -21,7 +21,7 @@ from transformers.integrations.deepspeed import deepspeed_init
 from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 
-from trimtab_common.seeding import sampling_seed
+from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.sharding import whole_tensor
 from trimtab_common.stats import Mean, Recorder, gather_over_ranks
 from trimtab_lm.compat.arguments import count_tokens
@@ -270,7 +270,8 @@ class StepRun:
         trainer.state.max_steps = horizon
         self._is_started = True
         if args.eval_on_start:
-            trainer.evaluate()
+            with private_rngs(args.seed):  # the data loader draws a number, and a checkpoint's state is loaded already
+                trainer.evaluate()
 
     def _prepare(self, horizon: int) -> None:
         """Place and wrap the model and the optimizer, and make the schedule over `horizon` updates."""
