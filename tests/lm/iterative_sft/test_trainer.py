@@ -14,6 +14,7 @@ from trimtab_common.sealing import CheckpointError
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
 
 ROWS = tiny.rows(5, 3, 7)
+RUN = "trimtab_lm.iterative_sft.run"
 
 
 def exact():
@@ -284,8 +285,7 @@ def test_2024s_constructor_and_a_model_by_name(tmp_path):
 
 def test_device_memory_is_given_back_on_request(monkeypatch):
     calls = []
-    module = "trimtab_lm.iterative_sft.run"
-    monkeypatch.setattr(f"{module}.clear_device_cache", lambda garbage_collection: calls.append(1))
+    monkeypatch.setattr(f"{RUN}.clear_device_cache", lambda garbage_collection: calls.append(1))
     for asked in (False, True):
         trainer(optimize_device_cache=asked).step(ROWS[:1])
     assert calls == [1]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerState
 from transformers.integrations.deepspeed import deepspeed_init
+from transformers.integrations.liger import apply_liger_kernel
 from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 
@@ -26,7 +27,7 @@ from trimtab_common.sharding import whole_tensor
 from trimtab_common.stats import Mean, Recorder, gather_over_ranks
 from trimtab_lm.compat.arguments import count_tokens
 from trimtab_lm.hf.checkpoints import STATE
-from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
+from trimtab_lm.hf.config import CHECKPOINTING, checkpointed_layers, checkpointing_of
 from trimtab_lm.hf.labels import LabelTrainer
 from trimtab_lm.hf.types import Batch
 from trimtab_lm.interface import Model, base_of
