@@ -103,6 +103,13 @@ def test_a_loss_that_is_not_finite_moves_no_weight(tmp_path):
     assert float(trainer.model.weight) == 2.0
 
 
+def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
+    """Trainer would divide batches by torch's DataParallel, which knows no layout of tokens."""
+    monkeypatch.setattr(TrainerConfig, "n_gpu", 2)
+    with pytest.raises(ValueError, match="sees 2 GPUs, among which LineTrainer does not divide batches"):
+        make(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
