@@ -120,7 +120,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         model = with_adapters(model, for_scores(self.peft_config, model), self.config)
         require_trained_head(model)
         self.scores_in_forward = score_sequences_in_forward(model)
-        check_padding(self.tokenizer, model, self.scores_in_forward)
+        check_padding(self.tokenizer, model)
         return model
 
     def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
