@@ -1,5 +1,6 @@
 """A minimal trainer on the adapter: a linear model with the mean of squares over rows that count."""
 
+import itertools
 import math
 
 import pytest
@@ -94,6 +95,21 @@ def test_a_batch_without_counted_items_has_loss_0(tmp_path):
     trainer = make(tmp_path)
     batch = collate([{"x": 1.0, "counts": 0}])
     assert float(trainer.compute_loss(trainer.model, batch)) == 0.0
+
+
+def test_an_evaluation_counts_nothing_of_one_that_failed(tmp_path):
+    trainer = make(tmp_path, per_device_eval_batch_size=2)
+    whole, count, expected = trainer.batch_loss, itertools.count(), trainer.evaluate()["eval_loss"]
+
+    def batch_loss(*arguments):
+        if next(count) == 1:
+            raise ZeroDivisionError
+        return whole(*arguments)
+
+    trainer.batch_loss = batch_loss
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate()
+    assert trainer.evaluate()["eval_loss"] == expected
 
 
 def test_a_loss_that_is_not_finite_moves_no_weight(tmp_path):

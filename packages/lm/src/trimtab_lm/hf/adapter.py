@@ -142,6 +142,10 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         """The statistics since the last call, over all processes. Collective."""
         return self.recorder.flush(training=training)
 
+    def begin_evaluation(self) -> None:
+        """Forget what an evaluation that failed has recorded."""
+        self.recorder.drop(training=False)
+
     def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
         """Put samples into tables at the end of an evaluation, under names that begin with the prefix."""
 
@@ -245,6 +249,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     def evaluation_loop(self, dataloader: DataLoader[Batch], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As in transformers, with statistics over all rows instead of means over batches, and tables of samples."""
         prefix = args[3] if len(args) > 3 else kwargs.get("metric_key_prefix", "eval")
+        self.begin_evaluation()
         shard_model(self)
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         if not output.num_samples:
