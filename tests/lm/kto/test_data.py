@@ -178,6 +178,17 @@ def test_settings_that_mean_nothing_are_refused(settings, message, tmp_path):
         KTOConfig(str(tmp_path), **settings)
 
 
+def test_a_search_for_a_batch_size_does_not_end_at_one_row(tmp_path, monkeypatch):
+    trainer = kto.trainer(tiny.gpt2(), tmp_path, auto_find_batch_size=True, per_device_train_batch_size=2)
+
+    def training_step(*arguments):
+        raise RuntimeError("CUDA out of memory.")
+
+    monkeypatch.setattr(trainer, "training_step", training_step)
+    with pytest.raises(ValueError, match="auto_find_batch_size has come to per_device_train_batch_size=1: KTO estim"):
+        trainer.train()
+
+
 def test_a_batch_of_one_row_is_fine_without_an_estimate(tmp_path):
     trainer, _ = kto.trained(tiny.gpt2(), tmp_path, loss_type="apo_zero_unpaired", per_device_train_batch_size=1)
     assert kto.logged(trainer, "kl") == [0]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from peft import PeftConfig
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from trimtab_lm.hf.adapter import (
@@ -120,6 +121,13 @@ class KTOTrainer(TrainerAdapter[KTOConfig, Tensor]):
         positions = Positions.of(self.model)
         tokenize = AnswerTokenizer(self.tokenizer, self.config, is_encoder_decoder, positions)
         return tokenize_answers(dataset, tokenize)
+
+    def get_train_dataloader(self) -> DataLoader[Batch]:
+        """Batches for training; ValueError if auto_find_batch_size has come to batches of one row, as of the config."""
+        config = self.config
+        size = self.get_total_train_batch_size(config) // config.gradient_accumulation_steps // config.world_size
+        config.check_batch_size(size, "auto_find_batch_size has come to per_device_train_batch_size")
+        return super().get_train_dataloader()
 
     def count_items(self, batch: Batch) -> int:
         """The answers."""
