@@ -42,6 +42,7 @@ from trimtab_lm.data.truncation import (
     TOKENS_CUT,
     Mode,
     drop_ties,
+    limits_in_words,
     report_truncation,
     truncate_answers,
     truncate_columns,
@@ -86,7 +87,7 @@ class PairTokenizer:
     @property
     def limits(self) -> str:
         """The limits in one line, for messages."""
-        return ", ".join(f"{name}={getattr(self, name)}" for name in LIMITS if getattr(self, name) is not None)
+        return limits_in_words(self, LIMITS)
 
     def __call__(self, row: Row) -> dict[str, object]:
         """The token columns of a row, and the columns that `report_truncation` and `drop_ties` read."""
