@@ -47,6 +47,20 @@ def check_mode(mode: str) -> None:
         raise ValueError(f"truncation_mode={mode!r} is unknown. Use 'keep_start' or 'keep_end'.")
 
 
+def check_limit(mode: str, *, max_length: int | None) -> None:
+    """Checks the settings by which texts are cut.
+
+    Args:
+        max_length: the most tokens of a text; None: no limit.
+
+    Raises:
+        ValueError: the mode is unknown, or the limit leaves no token that another predicts.
+    """
+    check_mode(mode)
+    if max_length is not None and max_length < 2:
+        raise ValueError(f"max_length={max_length}: a row needs two tokens, one to predict the other. Raise it.")
+
+
 def check_limits(mode: str, *, max_length: int | None, max_prompt_length: int | None) -> None:
     """Checks the settings by which prompts with answers are cut.
 
