@@ -328,6 +328,11 @@ class Datasets:
             code=source_of(trainer, trainer.chain.documented, *SCORING),
         )
         reshard(cache.reference.model)
-        if cache.reference.model is not trainer.model and not cache.reference.is_policy:
-            placed(cache.reference.model, "cpu")  # it leaves its memory to training
+        self.set_reference_aside()
         return dataset
+
+    def set_reference_aside(self) -> None:
+        """Move a reference whose log-probabilities are precomputed to the CPU; it leaves its memory to training."""
+        fixed = None if self.cache is None else self.cache.reference
+        if fixed is not None and fixed.model is not self.trainer.model and not fixed.is_policy:
+            placed(fixed.model, "cpu")
