@@ -333,7 +333,11 @@ BAD_IDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"labels\[0\] holds token ids from -1",
     ),
     "float labels": ({"input_ids": [ABC], "labels": [ABC / 1]}, TypeError, r"labels\[0\] must be"),
-    "other labels": ({"input_ids": [ABC], "labels": [ABC.flip(0)]}, ValueError, r"labels\[0\] has \d+ where input_ids"),
+    "other labels": (
+        {"input_ids": [ABC], "labels": [ABC.flip(0)]},
+        ValueError,
+        r"labels\[0\]\[0\] is \d+ and input_ids\[0\]\[",
+    ),
     "a mask of weights": ({"input_ids": [ABC], "attention_mask": [ABC * 0 + 0.5]}, ValueError, "must hold 1"),
     "a mask of zeros": (
         {"input_ids": [ABC], "attention_mask": [ABC * 0]},

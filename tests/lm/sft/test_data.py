@@ -130,7 +130,7 @@ def test_rows_whose_completion_is_cut_away_are_dropped():
         ({"messages": [None, TALK]}, {}, "Row 0: The messages is None"),
         ({"input_ids": [[5, 6]], "labels": [[-100, -100]]}, {}, "Row 0: None of its tokens counts"),
         ({"input_ids": [[5, 6, 7]], "labels": [[-100, 8, 9]]}, {}, r"Row 0: labels\[1\] is 8 and input_ids\[1\] is 6"),
-        ({"input_ids": [[5, 6, 7]], "labels": [[6, 7]]}, {}, "Row 0: There are 2 labels and 3 input_ids"),
+        ({"input_ids": [[5, 6, 7]], "labels": [[6, 7]]}, {}, "Row 0: labels has 2 tokens and input_ids has 3"),
         ({"text": ["a"]}, {"assistant_only_loss": True}, "messages"),
         ({"text": ["a"]}, {"completion_only_loss": True}, "prompt and completion"),
         ({"prompt": ["abc"], "completion": ["d"]}, {"max_length": 2}, "no token to learn from in any of 1 rows"),
