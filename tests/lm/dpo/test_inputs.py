@@ -396,6 +396,18 @@ def test_without_a_reference_model_the_table_shows_the_policy(tmp_path):
         assert [len(row) for row in trainer.tables.added[0][2]] == [2, 2, 2]
 
 
+def test_a_precomputed_reference_leaves_its_memory_after_it_has_sampled(tmp_path, monkeypatch):
+    arguments = {"ref_model": tiny.gpt2(1), "eval_dataset": dpo.dataset(3)}
+    settings = {"precompute_ref_log_probs": True, "generate_during_eval": True, "max_new_tokens": 2}
+    trainer, moves = dpo.trainer(tiny.gpt2(), tmp_path, arguments=arguments, **settings), []
+    for place in ("evaluation", "data"):
+        module = f"trimtab_lm.dpo.{place}.placed"
+        monkeypatch.setattr(module, lambda model, device, place=place: moves.append((place, str(device))) or model)
+    trainer.tables = Tables()
+    trainer.evaluate()
+    assert moves == [("evaluation", str(trainer.config.device)), ("data", "cpu")]
+
+
 def test_samples_of_a_padded_batch(tmp_path):
     trainer = dpo.trainer(
         peaked(tiny.llama(), 6),

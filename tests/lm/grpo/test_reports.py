@@ -100,6 +100,17 @@ def test_evaluation_repeats_itself_and_counts_every_prompt_once(make):
     assert grpo.evaluate(prompts(1), metric_key_prefix="new")["new_frac_reward_zero_std"] in (0.0, 1.0)
 
 
+def test_the_table_of_an_evaluation_has_no_completion_of_one_that_failed(make, monkeypatch):
+    grpo, tables = make(eval_dataset=prompts(4), per_device_eval_batch_size=2), []
+    monkeypatch.setattr(grpo.tables, "add", lambda trainer, name, columns, rows: tables.append(len(rows)))
+    with monkeypatch.context() as patched:
+        patched.setattr(grpo, "lay_out", lambda groups: 1 / 0)  # after the rollout
+        with pytest.raises(ZeroDivisionError):
+            grpo.evaluate()
+    grpo.evaluate()
+    assert tables == [4 * grpo.args.num_generations]
+
+
 def test_predict_is_an_evaluation_of_other_prompts(make):
     grpo = make(rollout=None)
     output = grpo.predict(prompts(3))

@@ -1,5 +1,6 @@
 """A minimal trainer on the adapter: a linear model with the mean of squares over rows that count."""
 
+import itertools
 import math
 
 import pytest
@@ -96,11 +97,33 @@ def test_a_batch_without_counted_items_has_loss_0(tmp_path):
     assert float(trainer.compute_loss(trainer.model, batch)) == 0.0
 
 
+def test_an_evaluation_counts_nothing_of_one_that_failed(tmp_path):
+    trainer = make(tmp_path, per_device_eval_batch_size=2)
+    whole, count, expected = trainer.batch_loss, itertools.count(), trainer.evaluate()["eval_loss"]
+
+    def batch_loss(*arguments):
+        if next(count) == 1:
+            raise ZeroDivisionError
+        return whole(*arguments)
+
+    trainer.batch_loss = batch_loss
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate()
+    assert trainer.evaluate()["eval_loss"] == expected
+
+
 def test_a_loss_that_is_not_finite_moves_no_weight(tmp_path):
     trainer = make(tmp_path, values=[math.inf, 1.0])
     with pytest.raises(TrainingDivergedError, match="in step 1"):
         trainer.train()
     assert float(trainer.model.weight) == 2.0
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
+    """Trainer would divide batches by torch's DataParallel, which knows no layout of tokens."""
+    monkeypatch.setattr(TrainerConfig, "n_gpu", 2)
+    with pytest.raises(ValueError, match="sees 2 GPUs, among which LineTrainer does not divide batches"):
+        make(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +132,7 @@ def test_a_loss_that_is_not_finite_moves_no_weight(tmp_path):
         ({"num_train_epochs": -1}, "num_train_epochs=-1 must be a finite number, 0 or above"),
         ({"learning_rate": -1e-4}, "learning_rate=-0.0001 must be"),
         ({"weight_decay": float("nan")}, "weight_decay=nan must be"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be a whole number of at least 1"),
         ({"per_device_eval_batch_size": -1}, "per_device_eval_batch_size=-1 must be"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be"),

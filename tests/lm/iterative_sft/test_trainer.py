@@ -1,5 +1,6 @@
 """Fine-tuning in steps: rows used as given, whole windows, statistics, saving and resuming."""
 
+import itertools
 import json
 from typing import Any
 
@@ -13,6 +14,7 @@ from trimtab_common.sealing import CheckpointError
 from trimtab_lm.iterative_sft import IterativeSFTConfig, IterativeSFTTrainer
 
 ROWS = tiny.rows(5, 3, 7)
+RUN = "trimtab_lm.iterative_sft.run"
 
 
 def exact():
@@ -283,8 +285,7 @@ def test_2024s_constructor_and_a_model_by_name(tmp_path):
 
 def test_device_memory_is_given_back_on_request(monkeypatch):
     calls = []
-    module = "trimtab_lm.iterative_sft.run"
-    monkeypatch.setattr(f"{module}.clear_device_cache", lambda garbage_collection: calls.append(1))
+    monkeypatch.setattr(f"{RUN}.clear_device_cache", lambda garbage_collection: calls.append(1))
     for asked in (False, True):
         trainer(optimize_device_cache=asked).step(ROWS[:1])
     assert calls == [1]
@@ -332,7 +333,11 @@ BAD_IDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"labels\[0\] holds token ids from -1",
     ),
     "float labels": ({"input_ids": [ABC], "labels": [ABC / 1]}, TypeError, r"labels\[0\] must be"),
-    "other labels": ({"input_ids": [ABC], "labels": [ABC.flip(0)]}, ValueError, r"labels\[0\] has \d+ where input_ids"),
+    "other labels": (
+        {"input_ids": [ABC], "labels": [ABC.flip(0)]},
+        ValueError,
+        r"labels\[0\]\[0\] is \d+ and input_ids\[0\]\[",
+    ),
     "a mask of weights": ({"input_ids": [ABC], "attention_mask": [ABC * 0 + 0.5]}, ValueError, "must hold 1"),
     "a mask of zeros": (
         {"input_ids": [ABC], "attention_mask": [ABC * 0]},
@@ -380,6 +385,67 @@ def test_ids_reach_to_the_end_of_a_longer_embedding_and_texts_end_there():
 def test_settings_are_checked(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         IterativeSFTConfig("unused", use_cpu=True, **settings)
+
+
+@pytest.mark.parametrize("fails_at", [2, 3])
+def test_a_call_that_fails_leaves_nothing_to_the_next_one(fails_at: int):
+    """It fails with a gradient: in the first update, or in the second one."""
+    failing, fresh = trainer(gradient_accumulation_steps=2), trainer(gradient_accumulation_steps=2)
+    whole, count = failing.training_step, itertools.count(1)
+
+    def training_step(*arguments):
+        loss = whole(*arguments)
+        if next(count) == fails_at:
+            raise ZeroDivisionError
+        return loss
+
+    failing.training_step = training_step
+    with pytest.raises(ZeroDivisionError):
+        failing.step(ROWS)
+    assert (failing.progress.calls, failing.progress.updates) == (0, 0)
+    fresh.model.load_state_dict(tiny.weights(failing.model))
+    numbers = [[one.step(ROWS)[name] for name in ("loss", "num_tokens", "epoch")] for one in (failing, fresh)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-9)
+    logged = [[log["loss"] for log in one.state.log_history[-2:]] for one in (failing, fresh)]
+    assert logged[0] == pytest.approx(logged[1], rel=1e-9)
+    same(failing, fresh)
+
+
+@pytest.mark.parametrize("name", ["warmup_steps", "logging_steps", "eval_steps", "save_steps"])
+def test_a_part_of_max_steps_is_refused_without_max_steps(name: str):
+    sft = trainer(**{"max_steps": -1, name: 0.25})
+    with pytest.raises(ValueError, match=f"{name}=0.25 .* Set max_steps"):
+        sft.step(ROWS)
+    trainer(**{"max_steps": 12, name: 0.25}).step(ROWS)
+
+
+def test_an_evaluation_at_the_start_moves_no_random_number_of_training():
+    data = {"eval_dataset": Dataset.from_dict({"text": ["abc", "de"]})}
+    with_one, without = (trainer(tiny.gpt2(), arguments=data, eval_on_start=flag) for flag in (True, False))
+    losses = []
+    for sft in (with_one, without):
+        torch.manual_seed(1)
+        losses.append(sft.step(ROWS)["loss"])  # with dropout
+    assert losses[0] == losses[1]
+
+
+def test_layers_to_checkpoint_are_chosen_as_in_transformers():
+    layers = {"every_n_layers": 2, "offload": False, "use_reentrant": False}
+    sft = trainer(gradient_checkpointing=True, gradient_checkpointing_kwargs=layers)
+    sft.step(ROWS)
+    assert [block.gradient_checkpointing for block in sft.model.transformer.h] == [True, False]
+    plain = trainer()
+    plain.step(ROWS)
+    same(sft, plain)
+
+
+def test_liger_changes_the_model_that_trains(monkeypatch):
+    changed = []
+    monkeypatch.setattr(f"{RUN}.apply_liger_kernel", lambda model, config: changed.append((model, config)))
+    sft = trainer()
+    sft.args.use_liger_kernel, sft.args.liger_kernel_config = True, {"rope": True}  # which need a GPU
+    sft.step(ROWS)
+    assert changed == [(sft.model, {"rope": True})]
 
 
 def test_a_checkpoint_says_how_far_the_caller_has_come(tmp_path):

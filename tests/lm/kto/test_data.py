@@ -52,6 +52,17 @@ def test_pairs_become_rows_with_all_chosen_answers_first(tmp_path):
     assert [row["label"] for row in tokenized(Dataset.from_dict(implicit), tmp_path)] == [True] * 3 + [False] * 3
 
 
+def test_pairs_of_equal_answers_are_dropped(tmp_path):
+    """Their rows would be the same, with both labels. The second pair is equal once its answers are cut."""
+    data = {"prompt": ["ab "] * 3, "chosen": ["good", "wxyzab", "cd"], "rejected": ["bad", "wxyzcd", "cd"]}
+    limits = {"max_length": 8, "max_prompt_length": 3, "truncation_mode": "keep_start"}
+    message = r"Dropped 2 of 3 pairs, .* of the same tokens \(max_length=8, max_prompt_length=3\)"
+    with pytest.warns(UserWarning, match=message):
+        rows = tokenized(Dataset.from_dict(data), tmp_path, **limits)
+    assert [row["completion_input_ids"] for row in rows] == [[*ids("good"), tiny.EOS], [*ids("bad"), tiny.EOS]]
+    assert [row["label"] for row in rows] == [True, False]
+
+
 def test_conversations_are_written_by_the_chat_template(tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -78,7 +89,7 @@ def test_long_rows_lose_their_prompt_first(tmp_path):
         row, _ = tokenized(rows, tmp_path, max_length=8)
     assert row["prompt_input_ids"] == ids("efgh")
     assert row["completion_input_ids"] == [*ids("xyz"), tiny.EOS]
-    with pytest.warns(UserWarning, match="cut"):
+    with pytest.warns(UserWarning, match="max_length=8, max_prompt_length=2: cut 12 tokens from 2 of 2 rows"):
         row, _ = tokenized(rows, tmp_path, max_length=8, max_prompt_length=2, truncation_mode="keep_start")
     assert row["prompt_input_ids"] == ids("ab")
     with pytest.warns(UserWarning, match="cut"):
@@ -176,6 +187,17 @@ def test_a_warning_names_weights_that_the_paper_recommends(labels, weights, mess
 def test_settings_that_mean_nothing_are_refused(settings, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         KTOConfig(str(tmp_path), **settings)
+
+
+def test_a_search_for_a_batch_size_does_not_end_at_one_row(tmp_path, monkeypatch):
+    trainer = kto.trainer(tiny.gpt2(), tmp_path, auto_find_batch_size=True, per_device_train_batch_size=2)
+
+    def training_step(*arguments):
+        raise RuntimeError("CUDA out of memory.")
+
+    monkeypatch.setattr(trainer, "training_step", training_step)
+    with pytest.raises(ValueError, match="auto_find_batch_size has come to per_device_train_batch_size=1: KTO estim"):
+        trainer.train()
 
 
 def test_a_batch_of_one_row_is_fine_without_an_estimate(tmp_path):

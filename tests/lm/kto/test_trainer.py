@@ -230,6 +230,10 @@ def test_models_by_name_and_model_init(tmp_path):
     data = {"ref_model": name, "processing_class": None}
     trainer = kto.trainer(name, tmp_path, data, model_init_kwargs={"dtype": torch.float64})
     assert trainer.model.dtype == trainer.reference.model.dtype == D
+    trainer = kto.trainer(tiny.gpt2(), tmp_path, {"ref_model": name}, model_init_kwargs={"dtype": torch.float64})
+    assert (trainer.model.dtype, trainer.reference.model.dtype) == (torch.float32, D)
+    with pytest.raises(ValueError, match="the model is loaded already"):
+        kto.trainer(tiny.gpt2(), tmp_path, {"ref_model": tiny.gpt2()}, model_init_kwargs={"dtype": torch.float64})
     made, _ = kto.trained(None, tmp_path / "init", {"model_init": lambda: tiny.gpt2(**DROPLESS), "peft_config": LORA})
     assert made.reference.model is made.model
 

@@ -228,6 +228,23 @@ def test_a_query_dataset_without_prompts_is_refused(tmp_path):
         tiny.ppo(query_dataset=str(tmp_path))
 
 
+def test_train_names_the_columns_of_a_dataset_without_known_ones():
+    trainer = tiny.ppo(arguments={"dataset": [{"text": "abc"}] * 4})
+    with pytest.raises(ValueError, match=r"has the columns \['text'\], .* Give rows with texts in 'query' or 'prompt'"):
+        trainer.train(lambda queries, responses: [0.0] * 4)
+    tuples = tiny.ppo(arguments={"dataset": [(1, 2)] * 4})
+    with pytest.raises(ValueError, match=r"has no columns \(list\)"):
+        tuples.train(lambda queries, responses: [0.0] * 4)
+
+
+def test_the_number_of_steps_may_be_0_and_not_negative():
+    trainer = tiny.ppo(arguments={"dataset": [{"query": "abc"}] * 4})
+    assert trainer.train(lambda queries, responses: [0.0] * 4, steps=0) == []
+    assert trainer.steps_done == 0
+    with pytest.raises(ValueError, match=r"steps=-1\): the number of steps in all is 0 or more"):
+        trainer.train(lambda queries, responses: [0.0] * 4, steps=-1)
+
+
 def test_train_needs_a_dataset_and_a_reward():
     data = Dataset.from_dict({"input_ids": [[5]] * 4})
     with pytest.raises(ValueError, match=r"train.. needs prompts"):

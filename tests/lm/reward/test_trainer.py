@@ -357,6 +357,7 @@ def test_samples_are_shown_with_their_scores(tmp_path, monkeypatch):
         monkeypatch.setattr(
             reward_trainer.tables, "add", lambda _, name, columns, rows: shown.append((name, columns, rows))
         )
+        reward_trainer.samples.rows = [["left", "by a failed evaluation", 0.0, 0.0]]
         reward_trainer.evaluate()
         scores = reward_trainer.predict(data).predictions
         name, columns, rows = shown[0]

@@ -211,6 +211,9 @@ def test_functions_weights_and_columns_must_fit():
         RewardSet([])
     with pytest.raises(ValueError, match="2 reward functions, but 1 weights"):
         RewardSet([length, starts_with_y], [1.0])
+    for weight in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=rf"weights of the rewards are \[1.0, {weight}\]"):
+            RewardSet([length, starts_with_y], [1.0, weight])
     with pytest.raises(ValueError, match="2 reward functions, but 3 processing_classes"):
         RewardSet([length, starts_with_y], None, [None] * 3)
     with pytest.raises(ValueError, match=r"called \['length'\]"):

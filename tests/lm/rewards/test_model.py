@@ -1,7 +1,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tests.lm import tiny
 from tests.lm.reward.run_distributed import scorer as scorer_of_kind
 from tests.lm.reward.run_distributed import trainer
@@ -104,14 +104,31 @@ def test_adapters_of_several_labels_keep_them(tmp_path):
     assert read == pytest.approx(expected, rel=1e-5)
 
 
-def test_an_encoder_decoder_reads_through_its_own_forward():
+def t5gemma_scorer() -> T5GemmaForSequenceClassification:
     part = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     part |= {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": tiny.TOKENS["vocab_size"]}
     config = T5GemmaConfig(encoder=part, decoder=part, num_labels=1, **tiny.TOKENS)
-    model = tiny.seeded(T5GemmaForSequenceClassification, config).eval()
+    return tiny.seeded(T5GemmaForSequenceClassification, config).eval()
+
+
+def test_an_encoder_decoder_reads_through_its_own_forward():
+    model = t5gemma_scorer()
     (score,) = RewardModel(model, tiny.tokenizer())(["so"], [" good"])
     ids = torch.tensor([tiny.tokenizer()("so good</s>")["input_ids"]])
     assert score == pytest.approx(float(model(input_ids=ids).logits), rel=1e-5)
+
+
+def test_an_encoder_decoder_needs_padding_that_is_not_eos():
+    """It finds the end of a text by the id of padding."""
+    with pytest.raises(ValueError, match="T5GemmaForSequenceClassification finds padding by its id"):
+        RewardModel(t5gemma_scorer(), tiny.tokenizer(pad_token="</s>"))
+
+
+def test_a_decoder_with_virtual_tokens_is_refused():
+    """PEFT gives it embeddings in place of ids, and it would read the scores of shorter texts at padding."""
+    model = get_peft_model(tiny.scorer(), PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="virtual tokens before a text"):
+        RewardModel(model, tiny.tokenizer())
 
 
 def test_a_classifier_of_several_labels_must_say_which_one():

@@ -1,5 +1,7 @@
 """How many positions models have: as many as their forward pass accepts when tried."""
 
+import warnings
+
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
@@ -92,7 +94,7 @@ LIMITED = [lambda: tiny.gpt2(n_positions=LIMIT), gpt_neo, opt, gpt_j, mpt, rober
 @pytest.mark.parametrize("build", LIMITED, ids=["gpt2", "gpt_neo", "opt", "gpt_j", "mpt", "roberta"])
 def test_a_model_with_a_table_reads_as_many_tokens_as_it_has_rows(build):
     model = build().eval()
-    assert Positions.of(model) == (type(model).__name__, None, LIMIT)
+    assert Positions.of(model) == (type(model).__name__, None, LIMIT, None)
     assert reads(model, LIMIT)
     assert not reads(model, LIMIT + 1)
 
@@ -100,14 +102,25 @@ def test_a_model_with_a_table_reads_as_many_tokens_as_it_has_rows(build):
 @pytest.mark.parametrize("build", [lambda: tiny.llama(max_position_embeddings=LIMIT), bloom], ids=["llama", "bloom"])
 def test_a_model_without_a_table_has_no_limit(build):
     model = build().eval()
-    assert Positions.of(model) == (type(model).__name__, None, None)
+    assert Positions.of(model)[:3] == (type(model).__name__, None, None)
     assert reads(model, 3 * LIMIT)
+
+
+def test_a_sequence_beyond_the_positions_of_the_training_warns_with_the_same_words_for_every_row():
+    positions = Positions.of(tiny.llama(max_position_embeddings=LIMIT))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 2):
+            positions.check("The row", decoder=length, remedy="")
+    (one, other) = (str(warning.message) for warning in caught)
+    assert one == other
+    assert f"beyond the {LIMIT} tokens for which LlamaForCausalLM was trained" in one
 
 
 @pytest.mark.parametrize("kind", [(BartForConditionalGeneration, BartConfig), (MarianMTModel, MarianConfig)])
 def test_encoder_and_decoder_have_their_own_tables(kind):
     model = kind[0](kind[1](**BART)).eval()
-    assert Positions.of(model)[1:] == (LIMIT, LIMIT)
+    assert Positions.of(model)[1:] == (LIMIT, LIMIT, None)
     short, full, long = (torch.full((1, length), 5) for length in (2, LIMIT, LIMIT + 1))
     assert reads(model, LIMIT, decoder_input_ids=full)
     assert not reads(model, LIMIT + 1, decoder_input_ids=short)
@@ -115,13 +128,13 @@ def test_encoder_and_decoder_have_their_own_tables(kind):
 
 
 def test_relative_positions_have_no_limit():
-    assert Positions.of(tiny.t5())[1:] == (None, None)
+    assert Positions.of(tiny.t5())[1:] == (None, None, None)
 
 
 def test_virtual_tokens_take_positions():
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = get_peft_model(tiny.gpt2(n_positions=LIMIT), config).eval()
-    assert Positions.of(model)[1:] == (None, LIMIT - 4)
+    assert Positions.of(model)[1:] == (None, LIMIT - 4, None)
     assert reads(model, LIMIT - 4)
     assert not reads(model, LIMIT - 3)
 

@@ -343,8 +343,13 @@ class Recorder:
 
     def flush(self, *, training: bool) -> dict[str, Any]:
         """The statistics since the last flush, over all processes. Collective."""
-        parts, self._parts[training] = self._parts[training], []
+        parts = self._parts[training]
+        self.drop(training=training)
         return gather_stats(merge_stats(parts))
+
+    def drop(self, *, training: bool) -> None:
+        """Forget the statistics since the last flush."""
+        self._parts[training] = []
 
 
 class RunningMoments:

@@ -44,6 +44,29 @@ def scores_last_token(base: PreTrainedModel) -> bool:
     return "score" in dict(base.named_children()) and not base.config.is_encoder_decoder
 
 
+def refuse_virtual_tokens(model: Model) -> None:
+    """Raises ValueError for a scorer whose PEFT method puts virtual tokens before the text."""
+    if isinstance(model, PeftModel) and learns_prompt(model):
+        raise ValueError(
+            f"{model.active_peft_config.peft_type} puts virtual tokens before a text, and no score can be read "
+            "after them. Use adapters in the layers, such as LoRA."
+        )
+
+
+OWN_PADDING = "Give the tokenizer a separate pad token: tokenizer.pad_token = '<pad>', if the vocabulary has it."
+"""How to tell padding from EOS."""
+
+
+def refuse_eos_as_padding(tokenizer: PreTrainedTokenizerBase, base: PreTrainedModel) -> None:
+    """Raises ValueError if padding is EOS and the classifier, which is no decoder, finds padding by its id."""
+    is_eos = tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id
+    if is_eos and not scores_last_token(base):
+        raise ValueError(
+            f"{type(base).__name__} finds padding by its id, which is the id of EOS here, where texts end. "
+            f"{OWN_PADDING}"
+        )
+
+
 def trunk_of(base: PreTrainedModel) -> PreTrainedModel:
     """Returns the model without its heads; a model without heads is its own trunk.
 

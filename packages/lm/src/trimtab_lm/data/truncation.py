@@ -47,6 +47,20 @@ def check_mode(mode: str, modes: Sequence[str] = get_args(Mode)) -> None:
         raise ValueError(f"truncation_mode={mode!r} is unknown. Use {' or '.join(map(repr, modes))}.")
 
 
+def check_limit(mode: str, *, max_length: int | None) -> None:
+    """Checks the settings by which texts are cut.
+
+    Args:
+        max_length: the most tokens of a text; None: no limit.
+
+    Raises:
+        ValueError: the mode is unknown, or the limit leaves no token that another predicts.
+    """
+    check_mode(mode)
+    if max_length is not None and max_length < 2:
+        raise ValueError(f"max_length={max_length}: a row needs two tokens, one to predict the other. Raise it.")
+
+
 def check_limits(
     mode: str,
     *,
@@ -72,6 +86,16 @@ def check_limits(
             f"max_prompt_length={max_prompt_length} leaves nothing of max_length={max_length} to an answer. Make it "
             "smaller."
         )
+
+
+def limits_in_words(settings: object, names: Sequence[str]) -> str:
+    """The limits that are set, such as "max_length=512", in one line for messages.
+
+    Args:
+        names: of the settings that are limits; None is no limit.
+    """
+    limits = {name: getattr(settings, name) for name in names}
+    return ", ".join(f"{name}={limit}" for name, limit in limits.items() if limit is not None)
 
 
 def truncate_row(

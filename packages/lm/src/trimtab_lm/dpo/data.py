@@ -42,6 +42,7 @@ from trimtab_lm.data.truncation import (
     TOKENS_CUT,
     Mode,
     drop_ties,
+    limits_in_words,
     report_truncation,
     truncate_answers,
     truncate_columns,
@@ -86,7 +87,7 @@ class PairTokenizer:
     @property
     def limits(self) -> str:
         """The limits in one line, for messages."""
-        return ", ".join(f"{name}={getattr(self, name)}" for name in LIMITS if getattr(self, name) is not None)
+        return limits_in_words(self, LIMITS)
 
     def __call__(self, row: Row) -> dict[str, object]:
         """The token columns of a row, and the columns that `report_truncation` and `drop_ties` read."""
@@ -327,6 +328,11 @@ class Datasets:
             code=source_of(trainer, trainer.chain.documented, *SCORING),
         )
         reshard(cache.reference.model)
-        if cache.reference.model is not trainer.model and not cache.reference.is_policy:
-            placed(cache.reference.model, "cpu")  # it leaves its memory to training
+        self.set_reference_aside()
         return dataset
+
+    def set_reference_aside(self) -> None:
+        """Move a reference whose log-probabilities are precomputed to the CPU; it leaves its memory to training."""
+        fixed = None if self.cache is None else self.cache.reference
+        if fixed is not None and fixed.model is not self.trainer.model and not fixed.is_policy:
+            placed(fixed.model, "cpu")

@@ -39,7 +39,9 @@ def sample_answers(trainer: Any, model: Model, prompts: Sequence[Tensor]) -> tup
     if (fixed := runnable(trainer.reference, trainer.model)) is None:
         return policy, []
     with fixed.active() as reference:
-        return policy, _sampled_texts(trainer, placed(reference, trainer.config.device), prompts)
+        texts = _sampled_texts(trainer, placed(reference, trainer.config.device), prompts)
+    trainer.datasets.set_reference_aside()
+    return policy, texts
 
 
 def log_answers(trainer: Any, dataset: Data, name: str) -> None:

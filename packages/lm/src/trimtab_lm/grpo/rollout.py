@@ -49,18 +49,10 @@ class GroupSampler:
     Attributes:
         version: the number of the policy's weights, as backends count them.
         evaluation_draws: the numbers of the draws of an evaluation.
-
-    Raises:
-        ValueError: the process sees several GPUs.
     """
 
     def __init__(self, trainer: Any, rewards: RewardSet, *, has_own_limit: bool):
         config: GRPOConfig = trainer.config
-        if config.n_gpu > 1:
-            raise ValueError(
-                f"This one process sees {config.n_gpu} GPUs, among which completions cannot be divided. Start a "
-                "process for each (accelerate launch), or show it one (CUDA_VISIBLE_DEVICES=0)."
-            )
         self.trainer, self.config, self.tokenizer, self.rewards = trainer, config, trainer.tokenizer, rewards
         self.has_own_limit = has_own_limit  # so that completions are measured as they come
         self.positions, self.is_noisy = Positions.of(trainer.model), is_noisy(trainer)

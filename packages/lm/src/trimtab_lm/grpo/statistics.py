@@ -172,9 +172,14 @@ class SampleTable:
         for place, text in enumerate(sampled.texts):
             self._rows[training].append([sampled.prompts[place // size], text, *numbers[place]])
 
+    def drop(self, *, training: bool) -> None:
+        """Forget the completions since the last table."""
+        self._rows[training].clear()
+
     def show(self, trainer: Trainer, tables: Tables, name: str, *, training: bool) -> None:
         """Put the completions that were kept since the last call into a table, and print some."""
-        rows, self._rows[training] = list(self._rows[training]), deque(maxlen=MAX_TABLE_ROWS)
+        rows = list(self._rows[training])
+        self.drop(training=training)
         tables.add(trainer, name, ["prompt", "completion", *self.names, "reward", "advantage"], rows)
         if not trainer.is_world_process_zero():
             return

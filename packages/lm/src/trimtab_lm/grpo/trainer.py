@@ -212,6 +212,11 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         with self.sampler.evaluation():
             return super().evaluation_loop(*args, **kwargs)
 
+    def begin_evaluation(self) -> None:
+        """Forget what an evaluation that failed has recorded, its completions included."""
+        super().begin_evaluation()
+        self.samples.drop(training=False)
+
     def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
         """A table of completions."""
         self.samples.show(self, self.tables, f"{prefix}_completions", training=False)

@@ -78,6 +78,9 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
 
         The model is loaded already, or made by model_init, now and at each start of training. The trainer works on a
         copy of the config.
+
+        Raises:
+            ValueError: the process sees several GPUs, and the model is on one of them.
         """
         self.keeps_columns, self.peft_config = not config.remove_unused_columns, peft_config
         self.args = self.config = for_own_collators(config, data["train_dataset"], data["eval_dataset"])
@@ -92,6 +95,11 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         check_generation_config(model, self.tokenizer)
         make_output_dir(config)
         super().__init__(model=model, args=self.config, processing_class=processing_class, **data, **options)
+        if self.args.n_gpu > 1:  # Trainer has set it to 1 for a model whose layers are divided among the GPUs
+            raise ValueError(
+                f"This one process sees {self.args.n_gpu} GPUs, among which {type(self).__name__} does not divide "
+                "batches. Start a process for each (accelerate launch), or show it one (CUDA_VISIBLE_DEVICES=0)."
+            )
         show_lines(self, self.watched)
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
@@ -133,6 +141,10 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     def statistics(self, *, training: bool) -> dict[str, float]:
         """The statistics since the last call, over all processes. Collective."""
         return self.recorder.flush(training=training)
+
+    def begin_evaluation(self) -> None:
+        """Forget what an evaluation that failed has recorded."""
+        self.recorder.drop(training=False)
 
     def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
         """Put samples into tables at the end of an evaluation, under names that begin with the prefix."""
@@ -241,6 +253,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
     def evaluation_loop(self, dataloader: DataLoader[Batch], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As in transformers, with statistics over all rows instead of means over batches, and tables of samples."""
         prefix = args[3] if len(args) > 3 else kwargs.get("metric_key_prefix", "eval")
+        self.begin_evaluation()
         shard_model(self)
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         if not output.num_samples:

@@ -17,11 +17,14 @@ from trimtab_lm.data.sources import is_stream
 _FIELDS = TrainingArguments.__dataclass_fields__
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _FIELDS else "gradient_checkpointing"
 
+OF_LAYERS = ("every_n_layers", "offload")
+"""Entries of the arguments of checkpointing that `torch.utils.checkpoint` does not take."""
 
 INHERITED = {
     "num_train_epochs": NotNegative,
     "learning_rate": NotNegative,
     "weight_decay": NotNegative,
+    "max_grad_norm": NotNegative | None,
     "per_device_train_batch_size": Count,
     "per_device_eval_batch_size": Count,
     "gradient_accumulation_steps": Count,
@@ -76,7 +79,15 @@ Config = TypeVar("Config", bound=TrainerConfig)
 
 def checkpointing_of(args: TrainingArguments) -> tuple[bool, dict[str, object] | None]:
     """Whether the model recomputes activations in backward, and its arguments of `torch.utils.checkpoint`."""
-    return bool(getattr(args, CHECKPOINTING)), getattr(args, f"{CHECKPOINTING}_kwargs")
+    kwargs = getattr(args, f"{CHECKPOINTING}_kwargs") or {}
+    rest = {name: value for name, value in kwargs.items() if name not in OF_LAYERS}
+    return bool(getattr(args, CHECKPOINTING)), rest or None
+
+
+def checkpointed_layers(args: TrainingArguments) -> dict[str, object]:
+    """The arguments that choose the layers to recompute, and where their activations lie."""
+    kwargs = getattr(args, f"{CHECKPOINTING}_kwargs") or {}
+    return {name: kwargs[name] for name in OF_LAYERS if name in kwargs}
 
 
 def for_own_collators(config: Config, train_dataset: object, eval_dataset: object) -> Config:

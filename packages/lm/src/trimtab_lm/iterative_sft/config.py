@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trimtab_common.config import setting
-from trimtab_lm.data.truncation import check_mode
+from trimtab_lm.data.truncation import check_limit
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 
@@ -36,8 +36,4 @@ class IterativeSFTConfig(TrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_mode(self.truncation_mode)
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(
-                f"max_length={self.max_length}: a row needs two tokens, one to predict the other. Raise it."
-            )
+        check_limit(self.truncation_mode, max_length=self.max_length)

@@ -14,7 +14,7 @@ from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt_completion, encode_seq2seq, encode_text
 from trimtab_lm.data.truncation import truncate_row
 from trimtab_lm.interface import Model, base_of
-from trimtab_lm.tokens.ids import check_ids, check_mask, vocabulary_size
+from trimtab_lm.tokens.ids import check_ids, check_labels, check_mask, vocabulary_size
 from trimtab_lm.tokens.positions import Positions
 
 from .config import IterativeSFTConfig
@@ -56,24 +56,16 @@ def rows_of_tensors(
     rows = []
     for i, ids in enumerate(input_ids):
         row = {"input_ids": ids.tolist(), "labels": (ids if labels is None else labels[i]).tolist()}
-        if reader.is_encoder_decoder:
-            row["labels"] = [label for label in row["labels"] if label != -100]
-        elif len(row["labels"]) != len(ids):
-            raise ValueError(
-                f"labels[{i}] has {len(row['labels'])} tokens and input_ids[{i}] has {len(ids)}. A causal model's "
-                "labels stand on its tokens: give as many, -100 where a token does not count."
-            )
+        real = [True] * len(ids)
         if attention_mask is not None:
             check_mask(f"attention_mask[{i}]", attention_mask[i], ids, of="row of input_ids")
-            kept, names = attention_mask[i].bool().tolist(), ("input_ids", "labels")[: 2 - reader.is_encoder_decoder]
-            row |= {name: list(compress(row[name], kept)) for name in names}
-        for label, token in zip(row["labels"], row["input_ids"], strict=True) if not reader.is_encoder_decoder else ():
-            if label not in (-100, token):
-                raise ValueError(
-                    f"labels[{i}] has {label} where input_ids[{i}] has {token}. A causal model's labels are the tokens "
-                    "themselves, in their places, and -100 where a token does not count."
-                )
-        rows.append(row)
+            real = attention_mask[i].bool().tolist()
+        if reader.is_encoder_decoder:
+            row["labels"] = [label for label in row["labels"] if label != -100]
+        else:
+            check_labels(row["input_ids"], row["labels"], real, row=f"[{i}]")
+            row["labels"] = list(compress(row["labels"], real))
+        rows.append(row | {"input_ids": list(compress(row["input_ids"], real))})
     return _cut(rows, config, reader)
 
 

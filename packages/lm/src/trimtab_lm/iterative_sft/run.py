@@ -4,7 +4,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,15 +18,16 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerState
 from transformers.integrations.deepspeed import deepspeed_init
+from transformers.integrations.liger import apply_liger_kernel
 from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 
-from trimtab_common.seeding import sampling_seed
+from trimtab_common.seeding import private_rngs, sampling_seed
 from trimtab_common.sharding import whole_tensor
 from trimtab_common.stats import Mean, Recorder, gather_over_ranks
 from trimtab_lm.compat.arguments import count_tokens
 from trimtab_lm.hf.checkpoints import STATE
-from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
+from trimtab_lm.hf.config import CHECKPOINTING, checkpointed_layers, checkpointing_of
 from trimtab_lm.hf.labels import LabelTrainer
 from trimtab_lm.hf.types import Batch
 from trimtab_lm.interface import Model, base_of
@@ -36,6 +37,7 @@ from .config import IterativeSFTConfig
 from .data import Rows
 
 PROGRESS, SCHEDULE, ROWS = "iterative_sft.json", "scheduler.pt", "rows_{rank}.json"
+PARTS_OF_ALL_STEPS = ("warmup_steps", "logging_steps", "eval_steps", "save_steps")
 ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.REDUCE_ON_PLATEAU)
 
 
@@ -106,6 +108,18 @@ class StepRun:
             self.progress.calls, self.progress.updates = self.progress.calls + 1, 0
             return []
         return windows
+
+    @contextmanager
+    def updates_of_call(self) -> Iterator[None]:
+        """Around the updates of a call: one that fails leaves no count, gradient or statistic to the next call."""
+        try:
+            yield
+        except BaseException:
+            self.progress.updates, self._last_log = 0, self.trainer.state.global_step
+            self.trainer.model_wrapped.zero_grad()
+            self.unlogged_loss.zero_()
+            self.stats, self.trainer.recorder = Recorder(), Recorder()
+            raise
 
     # An optimizer step: see `algorithm.Optimizer` ---------------------------------------------------------------------
 
@@ -214,11 +228,21 @@ class StepRun:
     def _start(self, checkpoint: str | None) -> None:
         """Prepare the model, the optimizer and the learning rate's schedule, and load a checkpoint."""
         trainer, args = self.trainer, self.trainer.args
+        parts = {name: value for name in PARTS_OF_ALL_STEPS if 0 < (value := getattr(args, name) or 0) < 1}
+        if parts and args.max_steps <= 0:
+            named = ", ".join(f"{name}={value}" for name, value in parts.items())
+            raise ValueError(
+                f"{named} below 1 means a part of max_steps, and max_steps is not set. Set max_steps, or give a number "
+                "of optimizer steps."
+            )
         trainer.is_in_train = True
         trainer.accelerator.free_memory()
+        if args.use_liger_kernel:
+            apply_liger_kernel(trainer.model, args.liger_kernel_config)
         is_checkpointing, checkpointing_kwargs = checkpointing_of(args)
         if is_checkpointing:
-            getattr(base_of(trainer.model), f"{CHECKPOINTING}_enable")(checkpointing_kwargs)
+            enable = getattr(base_of(trainer.model), f"{CHECKPOINTING}_enable")
+            enable(checkpointing_kwargs, **checkpointed_layers(args))
         if trainer.neftune_noise_alpha is not None:
             noise = trainer.neftune_noise_alpha
             trainer.neftune_hook_handle = activate_neftune(trainer.model, noise, trainer.accelerator)
@@ -247,7 +271,8 @@ class StepRun:
         trainer.state.max_steps = horizon
         self._is_started = True
         if args.eval_on_start:
-            trainer.evaluate()
+            with private_rngs(args.seed):  # the data loader draws a number, and a checkpoint's state is loaded already
+                trainer.evaluate()
 
     def _prepare(self, horizon: int) -> None:
         """Place and wrap the model and the optimizer, and make the schedule over `horizon` updates."""

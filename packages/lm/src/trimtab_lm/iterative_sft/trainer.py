@@ -111,10 +111,11 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         """See `step`."""
         windows = self.run.begin_call(rows)
         summary, num_tokens = dict[str, Any](), 0
-        for window in windows[self.progress.updates :]:  # those before were done before the checkpoint
-            summary = update(window, self.run, count=self.items_of(window))
-            num_tokens += summary["num_tokens"]
-            self.run.after_update(summary, len(windows))
+        with self.run.updates_of_call():
+            for window in windows[self.progress.updates :]:  # those before were done before the checkpoint
+                summary = update(window, self.run, count=self.items_of(window))
+                num_tokens += summary["num_tokens"]
+                self.run.after_update(summary, len(windows))
         stats = self.run.end_call(summary | {"num_tokens": num_tokens})
         return stats | {"num_tokens": int(stats["num_tokens"])}
 

@@ -54,12 +54,16 @@ class KTOConfig(TrainerConfig):
         if self.loss_type not in LOSSES:
             raise ValueError(f"loss_type={self.loss_type!r} is unknown. Use one of {', '.join(LOSSES)}.")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-            if getattr(self, name) == 1 and self.has_kl:
-                raise ValueError(
-                    f"{name}=1: KTO estimates the KL from prompts with the completions of other rows of the batch, and "
-                    "there are none. Use at least 2 (and fewer gradient_accumulation_steps), or "
-                    "loss_type='apo_zero_unpaired', which needs no estimate."
-                )
+            self.check_batch_size(getattr(self, name), name)
+
+    def check_batch_size(self, size: int, name: str) -> None:
+        """Raises ValueError for batches of one row, unless the loss needs no estimate of the KL."""
+        if size == 1 and self.has_kl:
+            raise ValueError(
+                f"{name}=1: KTO estimates the KL from prompts with the completions of other rows of the batch, and "
+                "there are none. Use at least 2 (and fewer gradient_accumulation_steps), or "
+                "loss_type='apo_zero_unpaired', which needs no estimate."
+            )
 
     @property
     def has_kl(self) -> bool:

@@ -5,7 +5,6 @@ A tokenized row has `prompt_input_ids`, `completion_input_ids` and `label`, True
 
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets
@@ -14,7 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_lm.data.formats import Row, RowFormat, Text, columns_of, preference_parts, prepare_dataset, row_format
 from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt_completion, encode_seq2seq, stop_token_ids
-from trimtab_lm.data.truncation import report_truncation, truncate_answers, truncate_columns
+from trimtab_lm.data.truncation import (
+    IS_EMPTIED,
+    IS_TIE,
+    TOKENS_CUT,
+    drop_ties,
+    limits_in_words,
+    report_truncation,
+    truncate_answers,
+    truncate_columns,
+)
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.interface import Data
 from trimtab_lm.tokens.positions import Positions
@@ -22,6 +30,8 @@ from trimtab_lm.tokens.positions import Positions
 from .config import KTOConfig
 
 FORMATS = (RowFormat.UNPAIRED_PREFERENCE, RowFormat.PREFERENCE, RowFormat.IMPLICIT_PREFERENCE)
+SIDES, TOKENS = ("chosen_", "rejected_"), ("prompt_input_ids", "completion_input_ids")
+"""How the columns of a pair's answers begin, and the columns of a row's tokens."""
 MOST = 4 / 3
 
 
@@ -55,10 +65,15 @@ class AnswerTokenizer:
         self.positions.check("The row is too long", encoder=encoder, decoder=length, remedy=remedy)
         return {**cut, "label": label}
 
-    def of_pair(self, row: Row, *, is_chosen: bool) -> dict[str, Any]:
-        """Returns the columns of one answer of a pair."""
-        prompt, chosen, rejected = preference_parts(row)
-        return self({**row, "prompt": prompt, "completion": chosen if is_chosen else rejected, "label": is_chosen})
+    def of_pair(self, row: Row) -> dict[str, Any]:
+        """Returns the columns of both answers of a pair, after their SIDES, and the column that `drop_ties` reads."""
+        prompt, *answers = preference_parts(row)
+        columns: dict[str, Any] = {}
+        for side, answer in zip(SIDES, answers, strict=True):
+            encoded = self({**row, "prompt": prompt, "completion": answer, "label": side == "chosen_"})
+            columns |= {side + name: value for name, value in encoded.items()}
+        is_tie = all(columns[f"chosen_{name}"] == columns[f"rejected_{name}"] for name in TOKENS)
+        return {**columns, IS_TIE: is_tie}
 
     def _causal(self, prompt: Text, completion: Text, settings: dict[str, Any]) -> tuple[dict[str, Any], int]:
         encoded = encode_prompt_completion(self.tokenizer, prompt, completion, **settings)
@@ -92,22 +107,26 @@ class AnswerTokenizer:
 def tokenize_answers(dataset: DataSource, tokenize: AnswerTokenizer) -> Data:
     """The rows as token ids. Pairs become two rows each: all chosen answers, then all rejected ones.
 
+    Pairs whose answers have the same tokens are dropped, with a warning.
+
     Raises:
-        ValueError: columns are missing, a row cannot be used (the message says which), or a stream has pairs.
+        ValueError: columns are missing, a row cannot be used (the message says which), a stream has pairs, or no pair
+            is left.
     """
-    dataset, config = as_data(dataset), tokenize.config
-    options: dict[str, Any] = {"num_proc": config.dataset_num_proc, "desc": "tokenizing"}
+    dataset, limit = as_data(dataset), limits_in_words(tokenize.config, ("max_length", "max_prompt_length"))
+    options: dict[str, Any] = {"num_proc": tokenize.config.dataset_num_proc, "desc": "tokenizing"}
     if row_format(columns_of(dataset), FORMATS, needed_for="KTO") is RowFormat.UNPAIRED_PREFERENCE:
         rows = prepare_dataset(dataset, tokenize, **options)
     elif isinstance(dataset, Dataset):
-        sides = [partial(tokenize.of_pair, is_chosen=is_chosen) for is_chosen in (True, False)]
-        rows = concatenate_datasets([prepare_dataset(dataset, side, **options) for side in sides])
+        pairs = drop_ties(prepare_dataset(dataset, tokenize.of_pair, **options), limit=limit)
+        names = [{side + name: name for name in (*TOKENS, "label", TOKENS_CUT, IS_EMPTIED)} for side in SIDES]
+        rows = concatenate_datasets([pairs.select_columns([*one]).rename_columns(one) for one in names])
     else:
         raise ValueError(
             "This stream has pairs, and KTO needs rows of prompt, completion and label; it splits the pairs of data "
             "sets alone. Load it without streaming, or split the pairs with dataset.map."
         )
-    return report_truncation(rows, limit=f"max_length={config.max_length}")
+    return report_truncation(rows, limit=limit)
 
 
 def warn_of_balance(rows: object, config: KTOConfig) -> None:

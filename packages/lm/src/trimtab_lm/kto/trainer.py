@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from peft import PeftConfig
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from trimtab_lm.hf.adapter import (
@@ -81,11 +82,12 @@ class KTOTrainer(TrainerAdapter[KTOConfig, Tensor]):
         assert args is not None  # takes_constructor_of_2024 fills it in
         init_kwargs = args.model_init_kwargs
         fixed = load_language_model(ref_model, init_kwargs if isinstance(ref_model, str) else None)
+        is_for_reference = isinstance(ref_model, str) and not isinstance(model, str)
         self.trains_without_dropout = args.disable_dropout
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
-        policy = load_language_model(model, init_kwargs)
+        policy = load_language_model(model, None if is_for_reference else init_kwargs)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         self.reference = fixed_reference(self.model, fixed, self.accelerator)
         if data_collator is None:
@@ -119,6 +121,13 @@ class KTOTrainer(TrainerAdapter[KTOConfig, Tensor]):
         positions = Positions.of(self.model)
         tokenize = AnswerTokenizer(self.tokenizer, self.config, is_encoder_decoder, positions)
         return tokenize_answers(dataset, tokenize)
+
+    def get_train_dataloader(self) -> DataLoader[Batch]:
+        """Batches for training; ValueError if auto_find_batch_size has come to batches of one row, as of the config."""
+        config = self.config
+        size = self.get_total_train_batch_size(config) // config.gradient_accumulation_steps // config.world_size
+        config.check_batch_size(size, "auto_find_batch_size has come to per_device_train_batch_size")
+        return super().get_train_dataloader()
 
     def count_items(self, batch: Batch) -> int:
         """The answers."""

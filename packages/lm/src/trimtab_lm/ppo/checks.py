@@ -219,6 +219,18 @@ def check_sampler(trainer: Trainer, queries: Sequence[Tensor], config: Generatio
     warn_at_start(OTHER_SAMPLER, gap, rounding=trainer.rounding)
 
 
+def check_batch(batch: object) -> None:
+    """Raises ValueError unless a batch of the dataset has token ids."""
+    if isinstance(batch, Mapping) and "input_ids" in batch:
+        return
+    came = f"the columns {sorted(batch)}" if isinstance(batch, Mapping) else f"no columns ({type(batch).__name__})"
+    raise ValueError(
+        f"A batch of the dataset has {came}, and train() reads the token ids of its prompts in 'input_ids'. Give rows "
+        "with texts in 'query' or 'prompt', which PPOTrainer tokenizes, or with 'input_ids'; a data_collator has to "
+        "keep them."
+    )
+
+
 def check_generate(
     rollout: RolloutBackend, generation_kwargs: Mapping[str, object], *, generate_ref_response: bool
 ) -> None:

@@ -33,7 +33,7 @@ from trimtab_lm.tokens.dropout import without_dropout
 
 from . import files, setup
 from .algorithm import evaluate, rows_of_updates, update
-from .checks import check_rollout, check_step
+from .checks import check_batch, check_rollout, check_step
 from .config import PPOConfig
 from .experience import Evaluated, Experience, Unfinished, placed
 from .generation import Sampler, completions_of, step_arguments
@@ -135,10 +135,12 @@ class PPOTrainer(NamesOf2024):
         """
         if (loader := self.dataloader) is None:
             raise ValueError("train() needs prompts: give PPOTrainer a dataset, or PPOConfig a query_dataset.")
+        if (total := self.config.steps if steps is None else steps) < 0:
+            raise ValueError(f"train(steps={steps}): the number of steps in all is 0 or more; None: the config's.")
         rewards = setup.rewards_of_run(self, reward, reward_weights)
         self.run.about = {"reward": ", ".join(rewards.names), **self.run.about}
         files.resume(self.run, self.config, resume_from)
-        config, sampler, total = self.config, self.sampler, steps or self.config.steps
+        config, sampler = self.config, self.sampler
         options, history = sampler.options(generation_kwargs or {}), list[Stats]()
         batches = chain.from_iterable(repeat(loader))  # one epoch after another
         lines = Lines("step", self.watched, total=total, done=self.steps_done)
@@ -154,7 +156,7 @@ class PPOTrainer(NamesOf2024):
             if finished := self._finish_loaded():
                 note(*finished)
             for number in progress(range(self.steps_done + 1, total + 1), "PPO steps"):
-                batch = next(batches)
+                check_batch(batch := next(batches))
                 self.run.begin_step(config.output_dir)
                 sampler.begin_step(self.steps_done, loader if number < total else None)
                 sampled = sampler.sample(batch, options, self.generate)

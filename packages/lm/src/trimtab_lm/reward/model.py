@@ -11,7 +11,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.config import CHECKPOINTING, checkpointing_of
-from trimtab_lm.interface import Model, Processor, base_of, tokenizer_of
+from trimtab_lm.interface import (
+    OWN_PADDING,
+    Model,
+    Processor,
+    base_of,
+    refuse_eos_as_padding,
+    refuse_virtual_tokens,
+    tokenizer_of,
+)
 
 from .config import RewardConfig
 
@@ -95,11 +103,7 @@ def require_trained_head(model: Model) -> None:
     """ValueError for adapters that leave the head untrained, or scores unreadable."""
     if not isinstance(model, PeftModel):
         return
-    if model.active_peft_config.is_prompt_learning:
-        raise ValueError(
-            f"{model.active_peft_config.peft_type} puts virtual tokens before a text, and no score can be read "
-            "after them. Use adapters in the layers, such as LoRA."
-        )
+    refuse_virtual_tokens(model)
     if not any(p.requires_grad for head in heads(base_of(model)).values() for p in head.parameters()):
         raise ValueError(
             "The adapters leave the random weights of the score head untrained. Add the head to their "
@@ -117,16 +121,14 @@ def with_padding(processing_class: Processor) -> Processor:
     return processing_class
 
 
-def check_padding(tokenizer: PreTrainedTokenizerBase, model: Model, scores_in_forward: bool) -> None:
+def check_padding(tokenizer: PreTrainedTokenizerBase, model: Model) -> None:
     """Warn where padding is EOS, or ValueError if the model's own forward must tell them apart."""
-    name = type(base_of(model)).__name__
-    if tokenizer.pad_token_id != tokenizer.eos_token_id:
-        return
-    remedy = "Give the tokenizer a separate pad token: tokenizer.pad_token = '<pad>', if the vocabulary has it."
-    if not scores_in_forward:
-        raise ValueError(f"{name} finds padding by its id, which is the id of EOS here, where texts end. {remedy}")
-    warnings.warn(
-        f"EOS is also the padding token. Here texts are scored at their EOS; transformers' own {name} will score the "
-        f"token before it, and trimtab_lm.rewards.model.RewardModel will not. {remedy}",
-        stacklevel=6,
-    )
+    base = base_of(model)
+    refuse_eos_as_padding(tokenizer, base)
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        warnings.warn(
+            f"EOS is also the padding token. Here texts are scored at their EOS; transformers' own "
+            f"{type(base).__name__} will score the token before it, and trimtab_lm.rewards.model.RewardModel will not. "
+            f"{OWN_PADDING}",
+            stacklevel=6,
+        )

@@ -120,7 +120,7 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         model = with_adapters(model, for_scores(self.peft_config, model), self.config)
         require_trained_head(model)
         self.scores_in_forward = score_sequences_in_forward(model)
-        check_padding(self.tokenizer, model, self.scores_in_forward)
+        check_padding(self.tokenizer, model)
         return model
 
     def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
@@ -191,6 +191,11 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         """Of all pairs since the last time, on all processes."""
         return pair_statistics(self.recorder.flush(training=training))
 
+    def begin_evaluation(self) -> None:
+        """Forget what an evaluation that failed has recorded, its pairs included."""
+        super().begin_evaluation()
+        self.samples.rows = []
+
     def log_samples(self, dataloader: DataLoader[Batch], prefix: str) -> None:
         """A table of pairs with their scores, by `visualize_samples`."""
         self.samples.name = f"{prefix}_pairs"
@@ -218,4 +223,4 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
                     pairs += self.count_items(batch)
                 self.samples.show(self, self.tables, most)
         finally:
-            self.recorder.flush(training=False)
+            self.recorder.drop(training=False)

@@ -73,7 +73,8 @@ class RewardSet:
         timeout: seconds that a batch may take where several processes train; see `reward_limit`.
 
     Raises:
-        ValueError: there is no function, a list has another length, or two functions have one name.
+        ValueError: there is no function, a list has another length, a weight is not finite, or two functions have one
+            name.
         TypeError: a function is neither callable nor a model.
     """
 
@@ -104,6 +105,8 @@ class RewardSet:
                 f"Several reward functions are called {repeated} and would be logged as one: rename them or give names."
             )
         self.weights = torch.tensor([1.0] * len(rewards) if weights is None else list(weights), dtype=torch.float32)
+        if not bool(self.weights.isfinite().all()):
+            raise ValueError(f"The weights of the rewards are {self.weights.tolist()}. Give a finite number for each.")
         self.functions: list[RewardFunction] = [
             as_function(function, tokenizer, device=device)
             for function, tokenizer in zip(rewards, tokenizers, strict=True)

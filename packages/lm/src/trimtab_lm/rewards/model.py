@@ -15,7 +15,7 @@ from trimtab_common.compat.noise import expecting_new_head
 from trimtab_lm.data.formats import Text
 from trimtab_lm.data.tokenization import encode_scored, ends_in_sep
 from trimtab_lm.data.truncation import truncate_row
-from trimtab_lm.interface import base_of, learns_prompt, scores_last_token
+from trimtab_lm.interface import base_of, learns_prompt, refuse_eos_as_padding, refuse_virtual_tokens, scores_last_token
 from trimtab_lm.models.loading import load_model
 from trimtab_lm.tokens.layout import pad
 from trimtab_lm.tokens.positions import Positions
@@ -37,7 +37,8 @@ class RewardModel:
         ends_in_eos: False for a model that was trained on texts without EOS at their end.
 
     Raises:
-        ValueError: a module without a tokenizer, a model of several labels without `label`, or no EOS.
+        ValueError: a module without a tokenizer, a model of several labels without `label`, no EOS, padding that the
+            model cannot tell from EOS, or a decoder with virtual tokens before the text.
     """
 
     def __init__(
@@ -68,6 +69,10 @@ class RewardModel:
                 f"The reward model has {model.config.num_labels} labels ({model.config.id2label}): "
                 "say which one is the reward, RewardModel(..., label=1)."
             )
+        base = base_of(model)
+        refuse_eos_as_padding(tokenizer, base)
+        if scores_last_token(base):
+            refuse_virtual_tokens(model)
         self.model: Any = model.eval().requires_grad_(False).to(device)
         self.tokenizer, self.label, self.batch_size = tokenizer, label or 0, batch_size
         self.ends_in_eos, self._has_cut = ends_in_eos, False
@@ -114,7 +119,7 @@ class RewardModel:
         input_ids, mask = pad(rows, self.tokenizer.pad_token_id or 0)
         input_ids, mask = input_ids.to(device), mask.to(device)
         base: Any = base_of(self.model)
-        if not scores_last_token(base) or learns_prompt(self.model):  # BERT and its kin read the first token
+        if not scores_last_token(base):  # BERT and its kin read the first token
             return self.model(input_ids=input_ids, attention_mask=mask).logits[:, self.label].float()
         # transformers looks for the last token that is not padding by its id, and so before an EOS that doubles as
         # padding; the length of the row is what counts.
@@ -128,9 +133,9 @@ def _architecture(name: str) -> str:
     return "".join((AutoConfig.from_pretrained(name).architectures or [])[:1])
 
 
-def _rows_of_heads(name: str) -> list[int]:
+def _rows_of_heads(name: str, adapters: PeftConfig) -> list[int]:
     """The numbers of rows of the weights in the head that is saved with adapters."""
-    parts = {"score", "classifier", *(getattr(PeftConfig.from_pretrained(name), "modules_to_save", None) or ())}
+    parts = {"score", "classifier", *(getattr(adapters, "modules_to_save", None) or ())}
     saved = load_peft_weights(name, device="cpu").items()
     weights = [weight for place, weight in saved if parts & set(place.split(".")) and "lora_" not in place]
     return [len(weight) for weight in weights if weight.dim() == 2]
@@ -142,17 +147,17 @@ def _loaded(name: str) -> Any:
     Raises:
         ValueError: it is a language model, whose score head would be new and random.
     """
-    is_adapter = find_adapter_config_file(name) is not None
-    came = PeftConfig.from_pretrained(name).task_type if is_adapter else _architecture(name)
+    adapters = None if find_adapter_config_file(name) is None else PeftConfig.from_pretrained(name)
+    came = _architecture(name) if adapters is None else adapters.task_type
     if came and any(kind in came for kind in ("_LM", "CausalLM", "LMHead", "ConditionalGeneration")):
         raise ValueError(
-            f"{name} is no reward model: it is {came}{' adapters' * is_adapter}. Name a sequence classifier, such as "
-            "`trimtab reward` trains."
+            f"{name} is no reward model: it is {came}{' adapters' if adapters else ''}. Name a sequence classifier, "
+            "such as `trimtab reward` trains."
         )
     kind: Any = AutoModelForSequenceClassification
-    if not is_adapter:
+    if adapters is None:
         return kind.from_pretrained(name)
-    heads = _rows_of_heads(name)
+    heads = _rows_of_heads(name, adapters)
     labels = {"num_labels": min(heads)} if heads else {}  # a head of two layers: the last has as many rows as labels
     with expecting_new_head() if heads else nullcontext():
         adapted: Any = load_model(kind, name, (), labels, is_trainable=False, hub={})

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_common.config import setting
-from trimtab_lm.data.truncation import check_mode
+from trimtab_lm.data.truncation import check_limit
 from trimtab_lm.hf.config import TrainerConfig
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
 from trimtab_lm.legacy.translations import SFT_ARGUMENTS
@@ -50,7 +50,7 @@ class SFTConfig(TrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_mode(self.truncation_mode)
+        check_limit(self.truncation_mode, max_length=self.max_length)
         self._choose_packing()
         if self.assistant_only_loss and self.completion_only_loss:
             raise ValueError("assistant_only_loss and completion_only_loss are both set. Choose what is learnt.")

@@ -22,6 +22,7 @@ from trimtab_lm.data.truncation import TOKENS_CUT, report_truncation, truncate_r
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.interface import Data
 from trimtab_lm.legacy.constant_length import ConstantLengthDataset
+from trimtab_lm.tokens.ids import check_labels
 from trimtab_lm.tokens.layout import best_fit
 from trimtab_lm.tokens.positions import Positions
 
@@ -168,20 +169,10 @@ def _tokenized(row: Row, *, is_encoder_decoder: bool) -> Columns:
         }
     mask = row.get("completion_mask") or row.get("assistant_masks") or [1] * len(ids)
     if row.get("labels") is not None:
-        _check_labels(ids, row["labels"], real)
+        check_labels(ids, row["labels"], real)
         mask = [int(label != -100) for label in row["labels"]]
     kept = [(token, int(one)) for token, one, there in zip(ids, mask, real, strict=True) if there]
     return {"input_ids": [token for token, _ in kept], "mask": [one for _, one in kept]}
-
-
-def _check_labels(ids: Sequence[int], labels: Sequence[int], real: Sequence[bool]) -> None:
-    """Raises ValueError unless a causal model's labels are its tokens, or -100."""
-    needed = "A causal model's labels are the tokens themselves, in their places, or -100 where a token does not count."
-    if len(labels) != len(ids):
-        raise ValueError(f"There are {len(labels)} labels and {len(ids)} input_ids. {needed}")
-    for place, (token, label, there) in enumerate(zip(ids, labels, real, strict=True)):
-        if there and label not in (-100, token):
-            raise ValueError(f"labels[{place}] is {label} and input_ids[{place}] is {token}. {needed}")
 
 
 def text_of(dataset: Data, config: SFTConfig, formatting_func: Formatting | None) -> Callable[[Row], str]:

@@ -60,6 +60,24 @@ def check_ids(name: str, column: Sequence[Any], vocab_size: int, *, ignored: int
     return rows
 
 
+def check_labels(ids: Sequence[int], labels: Sequence[int], real: Sequence[bool], *, row: str = "") -> None:
+    """Checks the labels of a causal model's row.
+
+    Args:
+        real: False at padding, whose labels are not checked.
+        row: its place in a list, such as "[3]", for the error.
+
+    Raises:
+        ValueError: there are more or fewer labels than ids, or one is neither the token in its place nor -100.
+    """
+    needed = "A causal model's labels are the tokens in their places: give as many, -100 where a token does not count."
+    if len(labels) != len(ids):
+        raise ValueError(f"labels{row} has {len(labels)} tokens and input_ids{row} has {len(ids)}. {needed}")
+    for place, (token, label, is_real) in enumerate(zip(ids, labels, real, strict=True)):
+        if is_real and label not in (-100, token):
+            raise ValueError(f"labels{row}[{place}] is {label} and input_ids{row}[{place}] is {token}. {needed}")
+
+
 def check_tensor(name: str, row: object, of: str) -> Tensor:
     """Returns `row`; TypeError unless it is a tensor of real numbers, which `of` names."""
     if not isinstance(row, Tensor) or row.is_complex():

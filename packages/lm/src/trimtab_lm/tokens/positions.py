@@ -1,12 +1,13 @@
 """The number of positions of a model, the check that a sequence fits, and position ids that skip padding."""
 
 import inspect
+import warnings
 from typing import NamedTuple
 
 from peft import PeftModel
 from torch import Tensor, nn
 
-from trimtab_lm.interface import Forward, Model, ModelInputs, base_of
+from trimtab_lm.interface import Forward, Model, ModelInputs, base_of, decoder_config
 
 TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed", "pos_encoding")
 """The names that transformers' models give a table with one row for each position."""
@@ -16,17 +17,19 @@ class Positions(NamedTuple):
     """The longest sequences that a model can read.
 
     Only a table with one row for each position sets a limit (GPT-2, OPT, BART, BERT). Rotary, relative and ALiBi
-    positions go on past `max_position_embeddings`, and tables that grow with the input have no end.
+    positions go on past `max_position_embeddings`, with a warning, and tables that grow with the input have no end.
 
     Args:
         model: the name of the model's class, for messages.
         encoder: tokens that the encoder can read; None without a limit or without an encoder.
         decoder: tokens that the decoder, or a model of one part, can read in one sequence; None without a limit.
+        trained: tokens for which a decoder without a limit was trained; None: unknown.
     """
 
     model: str
     encoder: int | None
     decoder: int | None
+    trained: int | None = None
 
     @classmethod
     def of(cls, model: Model) -> "Positions":
@@ -37,7 +40,10 @@ class Positions(NamedTuple):
         encoder = _rows(base.get_encoder()) if base.config.is_encoder_decoder else None
         # MPT computes its ALiBi biases for max_seq_len positions and no more.
         decoder = base.config.max_seq_len if base.config.model_type == "mpt" else _rows(base.get_decoder())
-        return cls(type(base).__name__, encoder, None if decoder is None else decoder - virtual)
+        if decoder is not None:
+            return cls(type(base).__name__, encoder, decoder - virtual)
+        trained = getattr(decoder_config(model), "max_position_embeddings", None)
+        return cls(type(base).__name__, encoder, None, trained)
 
     @property
     def is_limited(self) -> bool:
@@ -45,7 +51,7 @@ class Positions(NamedTuple):
         return self.encoder is not None or self.decoder is not None
 
     def check(self, what: str, *, decoder: int = 0, encoder: int = 0, remedy: str) -> None:
-        """Checks that a sequence fits into the model's positions.
+        """Checks that a sequence fits into the model's positions; warns if it is longer than those it was trained for.
 
         Args:
             what: the subject of the message, such as "The text is too long".
@@ -59,6 +65,14 @@ class Positions(NamedTuple):
         for count, limit in ((encoder, self.encoder), (decoder, self.decoder)):
             if limit is not None and count > limit:
                 raise ValueError(f"{what}: {count:,} tokens, and {self.model} has {limit:,} positions. {remedy}")
+        if self.trained is not None and decoder > self.trained:
+            # Without the number of tokens, so that Python shows it once and not for every row.
+            warnings.warn(
+                f"Sequences reach beyond the {self.trained:,} tokens for which {self.model} was trained "
+                "(max_position_embeddings of its configuration). Set a limit, such as max_length, or scale its rotary "
+                "positions.",
+                stacklevel=3,
+            )
 
     def room(self, prompt: int, *, is_encoder_decoder: bool) -> int | None:
         """Returns how many tokens can be sampled after a prompt of `prompt` tokens; None without a limit."""
