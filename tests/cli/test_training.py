@@ -82,6 +82,15 @@ def test_a_subcommand_trains_and_saves_model_and_tokenizer(name, place, capsys):
     assert ("| reward | " in page) is (name in ("grpo", "ppo", "iterative-sft"))
 
 
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_a_half_precision_checkpoint_trains_in_float32_unless_a_dtype_is_set(name, place):
+    tiny.gpt2(dtype=torch.bfloat16).save_pretrained("half")
+    tiny.tokenizer().save_pretrained("half")
+    for words, dtype in (((), torch.float32), (("--dtype=auto",), torch.bfloat16)):
+        run(name, *COMMANDS[name], *words, model="half")
+        assert AutoModelForCausalLM.from_pretrained(f"runs/{name}").dtype == dtype
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "ppo"])
 def test_adapters_train_alone(name, place, capsys):

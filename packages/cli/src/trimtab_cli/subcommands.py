@@ -85,8 +85,9 @@ class RunConfig:
         "own.",
         default=None,
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "Type of the loaded weights. auto: the checkpoint's.", default="auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = setting(
+        "Type of the loaded weights. auto: the checkpoint's. None: float32, or auto where only adapters train.",
+        default=None,
     )
     lora_r: CountFromZero = setting("Train LoRA adapters of this rank. 0: train all weights.", default=0)
     lora_alpha: Positive | None = setting("Scale of the adapters, over their rank. None: 2 x lora_r.", default=None)
@@ -129,7 +130,7 @@ class RunConfig:
 
     def init_kwargs(self, others: Mapping[str, object] | None) -> dict[str, object]:
         """Arguments of `from_pretrained`: those of the trainer's configuration, and the type of the weights."""
-        kwargs: dict[str, object] = {"dtype": self.dtype}
+        kwargs: dict[str, object] = {} if self.dtype is None else {"dtype": self.dtype}
         if self.load_in_4bit:
             nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
             kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **nf4)

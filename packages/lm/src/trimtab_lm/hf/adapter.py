@@ -20,6 +20,7 @@ from trimtab_common.stats import Recorder
 from trimtab_lm.data.media import check_features, check_row
 from trimtab_lm.data.sources import rows_in_words
 from trimtab_lm.interface import Model, Processor, check_generation_config, tokenizer_of
+from trimtab_lm.models.loading import check_precision
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
 from trimtab_lm.tokens.forward import best_layout, masked_size
 
@@ -93,6 +94,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         make_output_dir(config)
         super().__init__(model=model, args=self.config, processing_class=processing_class, **data, **options)
         show_lines(self, self.watched)
+        check_precision(self.model, self.accelerator)
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
         self.checkpoints, self.passes = Checkpoints(self), Passes(self)

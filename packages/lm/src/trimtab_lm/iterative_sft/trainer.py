@@ -62,7 +62,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
-        language_model = load_language_model(model, args.model_init_kwargs)
+        language_model = load_language_model(model, args.model_init_kwargs, peft_config)
         super().__init__(language_model, args, processing_class, None, peft_config, data=data, **hooks)
         self.reader = Reader.of(self.model)
         if data_collator is None:

@@ -133,7 +133,8 @@ class PreTrainedModelWrapper(nn.Module):
                 model, for `compute_reward_score`. It is frozen, and `save_pretrained` leaves it out.
             reward_adapter_name: its name among the model's adapters.
             kwargs: options of the constructor and of PEFT's `prepare_model_for_kbit_training`; all others (dtype,
-                token, ...) go to transformers. With a model in memory they are ignored, with a warning.
+                token, ...) go to transformers. Without dtype a model loads in float32, or where only adapters train in
+                the checkpoint's type. With a model in memory they are ignored, with a warning.
 
         Raises:
             TypeError: the class is not one of the two subclasses.
@@ -155,6 +156,7 @@ class PreTrainedModelWrapper(nn.Module):
                 is_trainable=is_trainable,
                 hub=hub,
                 kwargs=with_quantization_config(kwargs),
+                peft_config=peft_config,
                 **kbit,
             )
             stored = find_value_head(str(source), isinstance(model, PeftModel), hub)

@@ -36,6 +36,7 @@ from trimtab_lm.data.prompts import (
 )
 from trimtab_lm.data.sources import is_stream
 from trimtab_lm.interface import base_of
+from trimtab_lm.models.loading import check_precision
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
@@ -61,10 +62,11 @@ HELD = ("learning_rate", "value_learning_rate", "init_kl_coef")
 """Fields of PPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
 
 
-def accelerator_of(config: PPOConfig) -> WeighingAccelerator:
-    """The accelerator that the config asks for. Collective; see `check_engine`."""
+def accelerator_of(config: PPOConfig, model: ActorCritic) -> WeighingAccelerator:
+    """The accelerator that the config asks for. Collective; see `check_engine` and `check_precision`."""
     accelerator = create_accelerator(config.accelerator_kwargs, config.project_kwargs)
     check_engine(config, accelerator.distributed_type)
+    check_precision(model, accelerator)
     keep_output_precision(accelerator)
     tell_deepspeed_of_batches(accelerator, size=config.mini_batch_size, max_grad_norm=config.max_grad_norm)
     return accelerator

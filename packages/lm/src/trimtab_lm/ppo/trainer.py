@@ -97,7 +97,7 @@ class PPOTrainer(NamesOf2024):
         self.reference, self.ref_model = setup.reference_of(model, ref_model, num_shared_layers)
         actor_critic = ActorCritic(model, value_model)
         optimizer, self.lr_scheduler = setup.optimizers_of(config, optimizer, lr_scheduler, actor_critic)
-        self.accelerator = setup.accelerator_of(config)
+        self.accelerator = setup.accelerator_of(config, actor_critic)
         self.config = setup.filled(config, model, self.accelerator.num_processes)
         self.current_device = self.accelerator.device
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
