@@ -94,7 +94,8 @@ class RunConfig:
     lora_target_modules: list[str] | None = setting("Layers that get adapters. None: all linear layers.", default=None)
     load_in_4bit: bool = setting("Keep the weights under adapters in 4 bits (NF4); needs bitsandbytes.", default=False)
     resume_from: str | None = setting(
-        "Checkpoint to go on from: its folder, or latest, the newest in output_dir if there is one.", default=None
+        "Checkpoint to go on from: its folder, its parent's, or latest, the newest in output_dir if there is one.",
+        default=None,
     )
 
     def __post_init__(self) -> None:

@@ -268,7 +268,10 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         trial: Trial = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as `Trainer.train` does; resume_from_checkpoint is a folder, or True for the newest whole checkpoint.
+        """Train as `Trainer.train` does.
+
+        resume_from_checkpoint is a checkpoint's folder, a folder of checkpoints for the newest whole one in it, or True
+        for the newest whole one in output_dir.
 
         Raises:
             CheckpointError: the checkpoint is damaged or of another run; or a new run would save beside the

@@ -140,9 +140,9 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         """Trains on `train_dataset` as `Trainer.train` does; without one, only resumes, so that `step` can go on.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the last one in output_dir. A checkpoint that was
-                saved in the middle of a call of `step` holds the call's rows, and this method finishes that call;
-                `progress.calls` counts it.
+            resume_from_checkpoint: a checkpoint's folder, a folder of checkpoints for the last one in it, or True for
+                the last one in output_dir. A checkpoint that was saved in the middle of a call of `step` holds the
+                call's rows, and this method finishes that call; `progress.calls` counts it.
             kwargs: none; the documented signature has them.
 
         Raises:

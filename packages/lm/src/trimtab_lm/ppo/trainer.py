@@ -130,7 +130,7 @@ class PPOTrainer(NamesOf2024):
                 **columns)`, and sequence classifiers. None: `config.reward_model`, or an `EnvironmentRollout` rewards.
             generation_kwargs: arguments of `generate`.
             steps: PPO steps in all; default: the config's.
-            resume_from: a checkpoint's folder, or "latest" for the newest in `output_dir`, if any.
+            resume_from: a checkpoint's folder, its parent's, or "latest" for the newest in `output_dir`, if any.
             on_step: called with the step's number, the logged statistics and the batch.
             reward_weights: one per reward; None: 1.
         """
