@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trimtab_cli import ddpo, places, subcommands
 from trimtab_cli.main import main
 from trimtab_cli.subcommands import TUNED, settings
+from trimtab_common import sealing
 from trimtab_diffusion import DDPOTrainer
 from trimtab_lm import (
     AutoModelForCausalLMWithValueHead,
@@ -411,14 +412,25 @@ def test_a_module_of_the_working_directory_is_found(place, capsys):
     assert callable(subcommands.named("rewards_of_mine:length"))
 
 
-def test_an_interruption_is_one_line_and_status_130(place, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--save_strategy=steps", "--save_steps=1"), " --resume_from latest goes on from a checkpoint."),
+        (("--save_strategy=no",), ""),
+    ],
+)
+def test_an_interruption_is_one_line_and_status_130(words, hint, place, capsys, monkeypatch):
+    train = SFTTrainer.train
+
     def interrupted(*args, **kwargs):
+        train(*args, **kwargs)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SFTTrainer, "train", interrupted)
-    assert main(["sft", "--model=model", *COMMANDS["sft"]]) == 130
+    monkeypatch.setattr(sealing, "published", [])
+    assert main(["sft", "--model=model", *COMMANDS["sft"], *words]) == 130
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trimtab")]
-    assert line == "trimtab sft: interrupted. --resume_from latest goes on from a checkpoint."
+    assert line == f"trimtab sft: interrupted.{hint}"
 
 
 def test_an_interrupted_program_ends_by_the_signal_so_that_a_shells_loop_ends():

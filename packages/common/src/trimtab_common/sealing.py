@@ -31,6 +31,9 @@ from safetensors import SafetensorError
 FORMAT = 1
 MANIFEST = "manifest.json"
 
+published: list[Path] = []
+"""The checkpoints that this process has written."""
+
 _COMPLETE = re.compile(r"checkpoint-(\d+)")
 _HIDDEN = "[._]checkpoint-*"
 """Checkpoints being written, replaced or removed. transformers.Trainer does not upload names that begin with _."""
@@ -247,6 +250,7 @@ def publish(partial: Path, final: Path, facts: Mapping[str, object], *, required
         )
     if os.path.lexists(aside):
         remove(aside)
+    published.append(final)
 
 
 def keep_under_other_name(folder: Path) -> Path:
