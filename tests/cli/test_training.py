@@ -92,6 +92,15 @@ def test_a_half_precision_checkpoint_trains_in_float32_unless_a_dtype_is_set(nam
         assert AutoModelForCausalLM.from_pretrained(f"runs/{name}").dtype == dtype
 
 
+@pytest.mark.parametrize("name", ["dpo", "ppo", "iterative-sft"])
+def test_arguments_of_loading_reach_model_and_tokenizer(name, place):
+    tiny.gpt2().save_pretrained("outer/inner")
+    tiny.tokenizer().save_pretrained("outer/inner")
+    words = ("--model_init_kwargs.subfolder=inner", "--chat_template=chatml")
+    run(name, *COMMANDS[name], *words, model="outer")
+    assert AutoTokenizer.from_pretrained(f"runs/{name}").get_vocab() == tiny.tokenizer().get_vocab()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "ppo"])
 def test_adapters_train_alone(name, place, capsys):

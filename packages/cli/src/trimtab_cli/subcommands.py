@@ -29,6 +29,7 @@ from trimtab_common.reward_checks import RewardError
 from trimtab_common.run_record import folder_of_trial
 from trimtab_common.sealing import CheckpointError, latest_checkpoint
 from trimtab_lm.data.prompts import open_dataset
+from trimtab_lm.models.loading import tokenizer_options
 from trimtab_lm.tokens.positions import Positions
 
 from .places import refuse_missing_path
@@ -99,6 +100,7 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
+        self.tokenizer_options: dict[str, Any] = {}  # those of the trainer's model_init_kwargs; see `settings`
         refuse_missing_path(self.model)
         refuse_missing_path(self.dataset)
         if isinstance(self.columns, str):
@@ -127,7 +129,7 @@ class RunConfig:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, with the chat template."""
-        return tokenizer_of(self.model, self.chat_template)
+        return tokenizer_of(self.model, self.chat_template, **self.tokenizer_options)
 
     def init_kwargs(self, others: Mapping[str, object] | None) -> dict[str, object]:
         """Arguments of `from_pretrained`: those of the trainer's configuration, and the type of the weights."""
@@ -140,7 +142,7 @@ class RunConfig:
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether the model has an encoder."""
-        return bool(AutoConfig.from_pretrained(self.model).is_encoder_decoder)
+        return bool(AutoConfig.from_pretrained(self.model, **self.tokenizer_options).is_encoder_decoder)
 
     def adapters(self, task: str | None = None) -> LoraConfig | None:
         """The adapters to train; None where all weights train.
@@ -208,6 +210,8 @@ def settings(
     configs = parse_config(
         *kinds, argv=argv, description=about, recipe={**recipe, **tuned}, program=f"trimtab {name}", without=without
     )
+    if isinstance(run := configs[0], RunConfig):
+        run.tokenizer_options = tokenizer_options(configs[-1].model_init_kwargs)
     config = next(each for each in configs if hasattr(each, "output_dir"))
     with errors_in_one_line(name):
         if config.output_dir is None:

@@ -141,7 +141,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
 
     def load_processing_class(self, processing_class: Processor | None, model: Model) -> Processor:
         """The processing class, or the one saved with the model."""
-        return load_processing_class(processing_class, model)
+        return load_processing_class(processing_class, model, self.config.model_init_kwargs)
 
     # Models and data --------------------------------------------------------------------------------------------------
 

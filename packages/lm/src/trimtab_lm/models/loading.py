@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -18,6 +18,9 @@ from trimtab_lm.interface import Model
 
 AutoModel: TypeAlias = type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]
 """A class of transformers that chooses the model's class by its configuration."""
+
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+"""Arguments of `from_pretrained` that say where the files are and how to get them."""
 
 CHOOSES_DTYPE = ("dtype", "torch_dtype", "quantization_config", "load_in_8bit", "load_in_4bit")
 """Arguments of `from_pretrained` that say in which type the weights are stored."""
@@ -83,6 +86,21 @@ def from_pretrained(kind: Any, source: str, *args: object, only_adapters: bool =
             raise
         warnings.warn(f"The model loads without attn_implementation={attention!r}: {missing}", stacklevel=4)
         return kind.from_pretrained(source, *args, **kwargs)
+
+
+def tokenizer_options(init_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the arguments of a model's `from_pretrained` that its tokenizer and its configuration take, too."""
+    shared = (*HUB_OPTIONS, "trust_remote_code", "code_revision")
+    return {name: value for name, value in (init_kwargs or {}).items() if name in shared}
+
+
+def refuse_init_kwargs(init_kwargs: Mapping[str, Any] | None) -> None:
+    """Raises ValueError if there are arguments of `from_pretrained` for a model that is loaded."""
+    if init_kwargs:
+        raise ValueError(
+            f"model_init_kwargs={dict(init_kwargs)} say how to load a model, and the model is loaded already. Pass its "
+            "name, or leave model_init_kwargs out."
+        )
 
 
 def trains_only_adapters(peft_config: PeftConfig | None) -> bool:

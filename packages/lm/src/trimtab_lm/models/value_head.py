@@ -38,7 +38,14 @@ from trimtab_lm.models.head import (
     find_value_head,
     write_beside,
 )
-from trimtab_lm.models.loading import AutoModel, bar_packing, load_model, prepared_for_adapter, with_quantization_config
+from trimtab_lm.models.loading import (
+    HUB_OPTIONS,
+    AutoModel,
+    bar_packing,
+    load_model,
+    prepared_for_adapter,
+    with_quantization_config,
+)
 from trimtab_lm.models.reward_adapter import load_reward_adapter
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.logprobs import last_hidden_state, linear_in_own_dtype, lm_head_of, state_width, without_logits
@@ -47,7 +54,6 @@ from trimtab_lm.tokens.scores import upcast
 
 HEAD_OPTIONS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")
 KBIT_OPTIONS = ("use_gradient_checkpointing", "gradient_checkpointing_kwargs")
-HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 UPLOAD_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 
 
