@@ -155,6 +155,7 @@ def test_adapters_train_over_weights_in_4_bits(name, place, capsys, monkeypatch)
         (SFTConfig, [], "seed=42"),
         (SFTConfig, ["--learning-rate=1e-3", "--seed", "3", "--report_to", "none"], "learning_rate=1e-3 seed=3"),
         (SFTConfig, ["--run_name=mine", "--seed=3"], "mine"),
+        (SFTConfig, ["--hub_token=hush", "--model_init_kwargs.token=hush"], "seed=42"),
         (PPOConfig, ["--target", "3"], "target=3 seed=0"),
     ],
 )

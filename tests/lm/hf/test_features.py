@@ -451,7 +451,8 @@ def test_arguments_of_loading_reach_the_tokenizer_too(tmp_path):
     ppo = PPOTrainer(PPOConfig(model_name=str(folder), model_init_kwargs=options))
     for loaded in (sft.processing_class, ppo.tokenizer):
         assert loaded.get_vocab() == tiny.tokenizer().get_vocab()
-    with pytest.raises(ValueError, match="the model is loaded already"):
-        tiny.ppo(model_init_kwargs=options)
+    with pytest.raises(ValueError, match="the model is loaded already") as refused:
+        tiny.ppo(model_init_kwargs={"token": "hush", **options})
+    assert "hush" not in str(refused.value)
     shared = {"revision": "v1", "token": "hush", "trust_remote_code": True, **options}
     assert tokenizer_options({"dtype": "auto", "device_map": "auto", **shared}) == shared

@@ -121,7 +121,11 @@ def test_an_adapter_loads_on_a_base_model_of_the_checkpoints_type(checkpoint: st
 
 
 def test_a_model_in_memory_in_half_precision_gives_one_warning(tmp_path: Path):
-    for make in (lambda: build("sft", tmp_path, tiny.gpt2(dtype=HALF)), lambda: tiny.ppo(tiny.policy(dtype=HALF))):
+    ppo = {"config": PPOConfig(), "tokenizer": tiny.tokenizer()}
+    for make in (
+        lambda: build("sft", tmp_path, tiny.gpt2(dtype=HALF)),
+        lambda: PPOTrainer(model=tiny.policy(dtype=HALF), **ppo),
+    ):
         with pytest.warns(UserWarning, match=WARNING) as caught:
             make()
         (one,) = [warning for warning in caught if "round away" in str(warning.message)]

@@ -22,7 +22,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.utils import is_bitsandbytes_available
 
-from trimtab_common.config import Count, CountFromZero, Positive, parse_config, setting
+from trimtab_common.config import Count, CountFromZero, Positive, parse_config, setting, without_secrets
 from trimtab_common.config.values import read_flags
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.reward_checks import RewardError
@@ -234,7 +234,8 @@ def name_run(name: str, argv: Sequence[str], configs: Sequence[Any]) -> None:
     W&B's group is the subcommand with model and dataset. WANDB_RUN_GROUP and WANDB_JOB_TYPE take precedence.
     """
     run, config = configs[0], configs[-1]
-    said = {flag.replace("-", "_"): " ".join(map(str, words)) for flag, words in read_flags(argv)}
+    words = {flag.replace("-", "_"): " ".join(map(str, words)) for flag, words in read_flags(argv)}
+    said = cast(dict[str, str], without_secrets(words))
     settings = [f"{flag}={value}" for flag, value in said.items() if flag.split(".")[-1] not in UNNAMED]
     title = " ".join([*settings, f"seed={config.seed}"])[:128]
     field = "run_name" if "run_name" in {one.name for one in fields(config)} else "exp_name"

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
+from trimtab_common.config import without_secrets
 from trimtab_lm.interface import Model
 
 AutoModel: TypeAlias = type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]
@@ -98,8 +99,8 @@ def refuse_init_kwargs(init_kwargs: Mapping[str, Any] | None) -> None:
     """Raises ValueError if there are arguments of `from_pretrained` for a model that is loaded."""
     if init_kwargs:
         raise ValueError(
-            f"model_init_kwargs={dict(init_kwargs)} say how to load a model, and the model is loaded already. Pass its "
-            "name, or leave model_init_kwargs out."
+            f"model_init_kwargs={without_secrets(init_kwargs)} say how to load a model, and the model is loaded "
+            "already. Pass its name, or leave model_init_kwargs out."
         )
 
 
