@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from trimtab_common.config import parse_config
@@ -54,11 +53,10 @@ def main(run: RunConfig, config: KTOConfig) -> None:
     """Trains the policy against a frozen copy of itself, and evaluates after."""
     data = rated_answers().train_test_split(test_size=run.eval_answers, seed=0)
     trainer = KTOTrainer(
-        AutoModelForCausalLM.from_pretrained(run.model),
+        run.model,
         args=config,
         train_dataset=data["train"],
         eval_dataset=data["test"],
-        processing_class=AutoTokenizer.from_pretrained(run.model),
     )
     trainer.train(config.resume_from_checkpoint)
     found = trainer.evaluate()

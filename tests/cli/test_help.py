@@ -101,6 +101,8 @@ MISTAKES = [
     ("sft", "--lerning_rate=1", "--lerning_rate is not a setting. Did you mean learning_rate?"),
     ("sft", "--sft.max_lenght=1", "--sft.max_lenght is not a setting. Did you mean sft.max_length?"),
     ("ppo", "--model_name=x", "--model_name is not a setting. Did you mean model?"),
+    ("ppo", "--bf16", "--bf16 is not a setting. Did you mean accelerator_kwargs.mixed_precision?"),
+    ("ddpo", "--bf16", "--bf16 is not a setting. Did you mean mixed_precision?"),
     ("ddpo", "--zzzzzz", "--zzzzzz is not a setting. --help lists the names."),
     ("memory", "--modle=x", "--modle is not a setting. Did you mean model?"),
     ("dpo", "stray", "'stray' belongs to no flag. Write --name=value; --help lists the names."),

@@ -124,6 +124,20 @@ def test_the_command_prints_a_row_for_each_engine(tmp_path, capsys):
     assert float(rows[0].split()[1]) == round(4 * size_of(LLAMA, MemoryConfig("llama")).parameters / GIB, 1)
 
 
+def test_by_default_the_weights_have_the_type_that_the_trainers_load(tmp_path, capsys):
+    """float32; where only adapters train, the checkpoint's."""
+    config = LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": 2**24, "dtype": torch.bfloat16})
+    (file := tmp_path / "config.json").write_text(config.to_json_string())
+
+    def weights(*words: str) -> str:
+        assert main(["--model", str(file), "--gpus=1", "--tokens=8", "--length=8", *words]) == 0
+        return capsys.readouterr().out.splitlines()[2].removeprefix("one GPU").split()[0]
+
+    assert weights() == weights("--lora_rank=2", "--trainer=reward") == "2.0"
+    assert weights("--lora_rank=2") == weights("--weights=bfloat16") == "1.0"
+    assert weights("--lora_rank=2", "--weights=float32") == "2.0"
+
+
 def test_the_command_says_in_a_line_that_there_is_no_such_model(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--model", str(tmp_path)])

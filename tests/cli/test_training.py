@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trimtab_cli import ddpo, places, subcommands
 from trimtab_cli.main import main
 from trimtab_cli.subcommands import TUNED, settings
+from trimtab_common import sealing
 from trimtab_diffusion import DDPOTrainer
 from trimtab_lm import (
     AutoModelForCausalLMWithValueHead,
@@ -82,6 +83,24 @@ def test_a_subcommand_trains_and_saves_model_and_tokenizer(name, place, capsys):
     assert ("| reward | " in page) is (name in ("grpo", "ppo", "iterative-sft"))
 
 
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_a_half_precision_checkpoint_trains_in_float32_unless_a_dtype_is_set(name, place):
+    tiny.gpt2(dtype=torch.bfloat16).save_pretrained("half")
+    tiny.tokenizer().save_pretrained("half")
+    for words, dtype in (((), torch.float32), (("--dtype=auto",), torch.bfloat16)):
+        run(name, *COMMANDS[name], *words, model="half")
+        assert AutoModelForCausalLM.from_pretrained(f"runs/{name}").dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["dpo", "ppo", "iterative-sft"])
+def test_arguments_of_loading_reach_model_and_tokenizer(name, place):
+    tiny.gpt2().save_pretrained("outer/inner")
+    tiny.tokenizer().save_pretrained("outer/inner")
+    words = ("--model_init_kwargs.subfolder=inner", "--chat_template=chatml")
+    run(name, *COMMANDS[name], *words, model="outer")
+    assert AutoTokenizer.from_pretrained(f"runs/{name}").get_vocab() == tiny.tokenizer().get_vocab()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "ppo"])
 def test_adapters_train_alone(name, place, capsys):
@@ -136,6 +155,7 @@ def test_adapters_train_over_weights_in_4_bits(name, place, capsys, monkeypatch)
         (SFTConfig, [], "seed=42"),
         (SFTConfig, ["--learning-rate=1e-3", "--seed", "3", "--report_to", "none"], "learning_rate=1e-3 seed=3"),
         (SFTConfig, ["--run_name=mine", "--seed=3"], "mine"),
+        (SFTConfig, ["--hub_token=hush", "--model_init_kwargs.token=hush"], "seed=42"),
         (PPOConfig, ["--target", "3"], "target=3 seed=0"),
     ],
 )
@@ -402,14 +422,25 @@ def test_a_module_of_the_working_directory_is_found(place, capsys):
     assert callable(subcommands.named("rewards_of_mine:length"))
 
 
-def test_an_interruption_is_one_line_and_status_130(place, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--save_strategy=steps", "--save_steps=1"), " --resume_from latest goes on from a checkpoint."),
+        (("--save_strategy=no",), ""),
+    ],
+)
+def test_an_interruption_is_one_line_and_status_130(words, hint, place, capsys, monkeypatch):
+    train = SFTTrainer.train
+
     def interrupted(*args, **kwargs):
+        train(*args, **kwargs)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SFTTrainer, "train", interrupted)
-    assert main(["sft", "--model=model", *COMMANDS["sft"]]) == 130
+    monkeypatch.setattr(sealing, "published", [])
+    assert main(["sft", "--model=model", *COMMANDS["sft"], *words]) == 130
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trimtab")]
-    assert line == "trimtab sft: interrupted. --resume_from latest goes on from a checkpoint."
+    assert line == f"trimtab sft: interrupted.{hint}"
 
 
 def test_an_interrupted_program_ends_by_the_signal_so_that_a_shells_loop_ends():

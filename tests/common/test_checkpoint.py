@@ -224,8 +224,10 @@ def test_other_world_size_other_format_and_no_checkpoint_at_all(tmp_path, accele
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 77}))
     with pytest.raises(CheckpointError, match="format 77"):
         load_checkpoint(path, accelerator=accelerator)
-    with pytest.raises(CheckpointError, match="No such file"):
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
         load_checkpoint(tmp_path / "nowhere", accelerator=accelerator)
+    with pytest.raises(CheckpointError, match=r"not a checkpoint of trimtab: give the folder named [^.]*\.$"):
+        load_checkpoint(tmp_path, accelerator=accelerator)
     assert latest_checkpoint(tmp_path / "nowhere") is None
 
 

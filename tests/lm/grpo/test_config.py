@@ -62,6 +62,12 @@ def test_scale_rewards_takes_the_bools_of_old(written, meant, tmp_path):
 
 def test_use_vllm_is_a_backend():
     assert config(use_vllm=True).rollout_backend == "vllm"
+    with pytest.warns(FutureWarning, match="vllm_mode is deprecated"):
+        assert config(use_vllm=True, vllm_mode="colocate").rollout_backend == "vllm"
+    with pytest.raises(ValueError, match=r"vllm_mode='server' is not supported.*write rollout_backend='vllm_server'"):
+        config(use_vllm=True, vllm_mode="server")
+    with pytest.warns(FutureWarning, match="vllm_mode is deprecated"):
+        assert config(use_vllm=True, vllm_mode="server", rollout_backend="vllm_server").use_vllm
     with pytest.raises(ValueError, match="leave one of them out"):
         config(use_vllm=True, rollout_backend="continuous_batching")
 

@@ -100,7 +100,7 @@ def test_a_save_that_failed_is_passed_over_and_its_remnant_removed(cause, tmp_pa
     newest = latest_checkpoint(tmp_path)
     assert newest is not None
     assert newest.name == "checkpoint-1"
-    with pytest.raises(CheckpointError, match=r"the save was cut short.*resume from .*checkpoint-1"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 does not exist.*resume from .*checkpoint-1"):
         run(make("sft", tmp_path), resume=str(tmp_path / "checkpoint-2"))
     run(make("sft", tmp_path), resume=True)
     names = {path.name for path in tmp_path.iterdir()}
@@ -113,6 +113,21 @@ def test_resuming_without_a_complete_checkpoint_and_from_a_model_alone_is_refuse
     run(make("sft", tmp_path, save_only_model=True), resume=None)
     with pytest.raises(CheckpointError, match=r"saved with save_only_model=True.*start a new run"):
         run(make("sft", tmp_path), resume=True)
+
+
+def test_the_newest_checkpoint_of_a_folder_is_resumed(saved):
+    name, folder, weights = saved
+    trainer = make(name, folder, save_total_limit=None)
+    run(trainer, resume=str(folder))
+    assert_weights(trainer, weights)
+
+
+def test_a_path_without_a_checkpoint_is_refused_and_not_to_be_removed(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name, problem in (("empty", "is not a checkpoint, and holds none"), ("nowhere", "does not exist")):
+        with pytest.raises(CheckpointError, match=f"{name}.*{problem}") as refused:
+            run(make("sft", tmp_path / "run"), resume=str(tmp_path / name))
+        assert "remove" not in str(refused.value)
 
 
 @pytest.mark.slow

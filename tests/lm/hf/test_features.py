@@ -26,6 +26,8 @@ from transformers import (
 
 from trimtab_lm.hf.config import CHECKPOINTING
 from trimtab_lm.hf.labels import numbered_rows
+from trimtab_lm.models.loading import tokenizer_options
+from trimtab_lm.ppo import PPOConfig, PPOTrainer
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 
 TEXTS = ["hello world.", "abc.", "a longer text than the others.", "x y z.", "no.", "some more words.", "tiny.", "end."]
@@ -439,3 +441,18 @@ def test_no_secret_of_a_model_or_sampler_reaches_a_tracker(tmp_path):
         assert "hush" not in repr(told)
         assert "main" in repr(told)
     assert args.model_init_kwargs == {"token": "hush", "revision": "main"}
+
+
+def test_arguments_of_loading_reach_the_tokenizer_too(tmp_path):
+    folder, options = tmp_path / "model", {"subfolder": "inner"}
+    tiny.gpt2().save_pretrained(folder / "inner")
+    tiny.tokenizer().save_pretrained(folder / "inner")
+    sft = trainer(tmp_path, str(folder), arguments={"processing_class": None}, model_init_kwargs=options)
+    ppo = PPOTrainer(PPOConfig(model_name=str(folder), model_init_kwargs=options))
+    for loaded in (sft.processing_class, ppo.tokenizer):
+        assert loaded.get_vocab() == tiny.tokenizer().get_vocab()
+    with pytest.raises(ValueError, match="the model is loaded already") as refused:
+        tiny.ppo(model_init_kwargs={"token": "hush", **options})
+    assert "hush" not in str(refused.value)
+    shared = {"revision": "v1", "token": "hush", "trust_remote_code": True, **options}
+    assert tokenizer_options({"dtype": "auto", "device_map": "auto", **shared}) == shared

@@ -92,7 +92,7 @@ GRPO_CASES = {
     "use_transformers_paged": (True, {"rollout_backend": "continuous_batching"}),
     "cache_implementation": ("static", {"generation_kwargs": {"cache_implementation": "static"}}),
     "use_liger_loss": (True, {}),
-    "vllm_mode": ("colocate", "rollout_backend='vllm'"),
+    "vllm_mode": ("colocate", {"rollout_backend": "transformers"}),
     "vllm_server_base_url": ("http://node:8000", "rollout_backend='vllm_server'"),
     "vllm_server_host": ("node", "rollout_backend='vllm_server'"),
     "vllm_server_port": (8001, "rollout_backend='vllm_server'"),

@@ -11,7 +11,7 @@ CHANGES = {"learning_rate": 3e-5, "seed": 5, "gamma": 0.9, "init_kl_coef": 0.7, 
 
 def trainer(folder, rows=((5,), (6,), (7,), (8,)), **settings):
     data = Dataset.from_dict({"input_ids": [list(row) for row in rows]})
-    return tiny.ppo(arguments={"dataset": data}, output_dir=str(folder), save_steps=1, **settings)
+    return tiny.ppo(arguments={"dataset": data}, output_dir=str(folder), **{"save_steps": 1} | settings)
 
 
 def train(one, steps, resume_from=None):
@@ -24,9 +24,11 @@ def train(one, steps, resume_from=None):
     )
 
 
-def test_a_new_run_in_the_folder_of_another_is_refused_before_its_first_step(tmp_path):
+@pytest.mark.parametrize("save_steps", [1, None])
+def test_a_new_run_in_the_folder_of_another_is_refused_before_its_first_step(tmp_path, save_steps):
+    """Without save_steps too: a run that a signal ends is saved."""
     train(trainer(tmp_path), 1)
-    second = trainer(tmp_path)
+    second = trainer(tmp_path, save_steps=save_steps)
     with pytest.raises(CheckpointError, match="checkpoint-1 of another run"):
         train(second, 2)
     assert second.steps_done == 0

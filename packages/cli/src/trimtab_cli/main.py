@@ -105,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = run(rest)
     except KeyboardInterrupt:  # after a training was saved, or at once
-        remedy = " --resume_from latest goes on from a checkpoint." if name in TRAINING else ""
+        is_saved = name in TRAINING and import_module("trimtab_common.sealing").published
+        remedy = " --resume_from latest goes on from a checkpoint." if is_saved else ""
         print(f"trimtab {name}: interrupted.{remedy}", file=sys.stderr)
         status, is_interrupted = 130, True
     end_process_group()

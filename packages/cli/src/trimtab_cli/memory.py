@@ -49,9 +49,10 @@ class MemoryConfig:
         "In dpo, reward and grpo several answers share a prompt.", default="sft"
     )
     gpus: Count = setting("GPUs that share the training.", default=8)
-    weights: Literal["float32", "bfloat16"] = setting(
-        "Type in which the weights are loaded. With float32 the GPUs compute in bfloat16 (bf16=True).",
-        default="float32",
+    weights: Literal["float32", "bfloat16"] | None = setting(
+        "Type in which the weights are loaded. With float32 the GPUs compute in bfloat16 (bf16=True). None: float32, "
+        "or the checkpoint's where only adapters train.",
+        default=None,
     )
     lora_rank: CountFromZero = setting("Train adapters of this rank on all linear layers. 0: all weights.", default=0)
     reference: bool = setting("Hold a frozen copy as the reference; adapters need none.", default=False)
@@ -107,7 +108,7 @@ def engines(config: MemoryConfig) -> dict[str, Engine]:
     DDP sums gradients in buckets beside them. DeepSpeed's ZeRO, with bf16 on, keeps bfloat16 weights for forward and
     float32 ones for the optimizer, in whatever type they are loaded. PEFT's adapters are float32.
     """
-    loaded = getattr(torch, config.weights).itemsize
+    loaded = getattr(torch, config.weights or "float32").itemsize
     width = torch.float32.itemsize if config.lora_rank else loaded
     everything = frozenset({"weights", "gradients", "optimizer"})
     return {
@@ -241,7 +242,11 @@ def main(argv: Sequence[str]) -> int:
     (config,) = parse_config(MemoryConfig, argv=argv, description=__doc__, program="trimtab memory")
     warnings.simplefilter("ignore", FutureWarning)  # transformers 5.24 renames gradient_checkpointing_enable
     with errors_in_one_line("memory"):
-        size = size_of(AutoConfig.from_pretrained(config.model), config)
+        model = AutoConfig.from_pretrained(config.model)
+        trains_adapters = config.lora_rank and config.trainer != "reward"  # whose head trains, too
+        if config.weights is None and trains_adapters and model.dtype in (torch.bfloat16, torch.float16):
+            config.weights = "bfloat16"
+        size = size_of(model, config)
     chosen = {name: engine for name, engine in engines(config).items() if (name == "one GPU") == (config.gpus == 1)}
     print(f"{config.model} on {config.gpus} GPUs, GiB on each:")
     print_gib(["engine", *Memory._fields], [(name, memory(size, engine, config)) for name, engine in chosen.items()])

@@ -93,18 +93,19 @@ def _sharegpt_pair(row: Mapping[str, Any]) -> dict[str, Text]:
     return {"prompt": as_messages({"messages": row["conversations"]}), **answers}
 
 
-def tokenizer_of(model: str, template: str | None) -> PreTrainedTokenizerBase:
+def tokenizer_of(model: str, template: str | None, **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with a chat template.
 
     Args:
         model: hub id or folder.
         template: a file of a template in Jinja; chatml; or the hub id or folder of a model that has one. None: the
             tokenizer's own.
+        options: arguments of `from_pretrained` for the model's tokenizer.
 
     Raises:
         ValueError: the named model has no chat template.
     """
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, **options)
     if template is None:
         return tokenizer
     if template == "chatml":

@@ -22,13 +22,14 @@ from peft import LoraConfig
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.utils import is_bitsandbytes_available
 
-from trimtab_common.config import Count, CountFromZero, Positive, parse_config, setting
+from trimtab_common.config import Count, CountFromZero, Positive, parse_config, setting, without_secrets
 from trimtab_common.config.values import read_flags
 from trimtab_common.health import TrainingDivergedError
 from trimtab_common.reward_checks import RewardError
 from trimtab_common.run_record import folder_of_trial
 from trimtab_common.sealing import CheckpointError, latest_checkpoint
 from trimtab_lm.data.prompts import open_dataset
+from trimtab_lm.models.loading import tokenizer_options
 from trimtab_lm.tokens.positions import Positions
 
 from .places import refuse_missing_path
@@ -85,18 +86,21 @@ class RunConfig:
         "own.",
         default=None,
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "Type of the loaded weights. auto: the checkpoint's.", default="auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = setting(
+        "Type of the loaded weights. auto: the checkpoint's. None: float32, or auto where only adapters train.",
+        default=None,
     )
     lora_r: CountFromZero = setting("Train LoRA adapters of this rank. 0: train all weights.", default=0)
     lora_alpha: Positive | None = setting("Scale of the adapters, over their rank. None: 2 x lora_r.", default=None)
     lora_target_modules: list[str] | None = setting("Layers that get adapters. None: all linear layers.", default=None)
     load_in_4bit: bool = setting("Keep the weights under adapters in 4 bits (NF4); needs bitsandbytes.", default=False)
     resume_from: str | None = setting(
-        "Checkpoint to go on from: its folder, or latest, the newest in output_dir if there is one.", default=None
+        "Checkpoint to go on from: its folder, its parent's, or latest, the newest in output_dir if there is one.",
+        default=None,
     )
 
     def __post_init__(self) -> None:
+        self.tokenizer_options: dict[str, Any] = {}  # those of the trainer's model_init_kwargs; see `settings`
         refuse_missing_path(self.model)
         refuse_missing_path(self.dataset)
         if isinstance(self.columns, str):
@@ -125,11 +129,11 @@ class RunConfig:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, with the chat template."""
-        return tokenizer_of(self.model, self.chat_template)
+        return tokenizer_of(self.model, self.chat_template, **self.tokenizer_options)
 
     def init_kwargs(self, others: Mapping[str, object] | None) -> dict[str, object]:
         """Arguments of `from_pretrained`: those of the trainer's configuration, and the type of the weights."""
-        kwargs: dict[str, object] = {"dtype": self.dtype}
+        kwargs: dict[str, object] = {} if self.dtype is None else {"dtype": self.dtype}
         if self.load_in_4bit:
             nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
             kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **nf4)
@@ -138,7 +142,7 @@ class RunConfig:
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether the model has an encoder."""
-        return bool(AutoConfig.from_pretrained(self.model).is_encoder_decoder)
+        return bool(AutoConfig.from_pretrained(self.model, **self.tokenizer_options).is_encoder_decoder)
 
     def adapters(self, task: str | None = None) -> LoraConfig | None:
         """The adapters to train; None where all weights train.
@@ -206,6 +210,8 @@ def settings(
     configs = parse_config(
         *kinds, argv=argv, description=about, recipe={**recipe, **tuned}, program=f"trimtab {name}", without=without
     )
+    if isinstance(run := configs[0], RunConfig):
+        run.tokenizer_options = tokenizer_options(configs[-1].model_init_kwargs)
     config = next(each for each in configs if hasattr(each, "output_dir"))
     with errors_in_one_line(name):
         if config.output_dir is None:
@@ -228,7 +234,8 @@ def name_run(name: str, argv: Sequence[str], configs: Sequence[Any]) -> None:
     W&B's group is the subcommand with model and dataset. WANDB_RUN_GROUP and WANDB_JOB_TYPE take precedence.
     """
     run, config = configs[0], configs[-1]
-    said = {flag.replace("-", "_"): " ".join(map(str, words)) for flag, words in read_flags(argv)}
+    words = {flag.replace("-", "_"): " ".join(map(str, words)) for flag, words in read_flags(argv)}
+    said = cast(dict[str, str], without_secrets(words))
     settings = [f"{flag}={value}" for flag, value in said.items() if flag.split(".")[-1] not in UNNAMED]
     title = " ".join([*settings, f"seed={config.seed}"])[:128]
     field = "run_name" if "run_name" in {one.name for one in fields(config)} else "exp_name"

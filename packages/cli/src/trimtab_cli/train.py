@@ -144,8 +144,9 @@ def ppo(argv: Sequence[str]) -> int:
         scorers = rewards.functions()
         seq2seq, causal = AutoModelForSeq2SeqLMWithValueHead, AutoModelForCausalLMWithValueHead
         kind = seq2seq if run.is_encoder_decoder else causal
-        weights = {**run.init_kwargs(None), "v_head_init_strategy": "zero"}
-        model = kind.from_pretrained(run.model, **weights, peft_config=run.adapters())
+        options = {"v_head_init_strategy": "zero", **run.init_kwargs(config.model_init_kwargs)}
+        config.model_init_kwargs = {}  # the trainer gets the model
+        model = kind.from_pretrained(run.model, **options, peft_config=run.adapters())
         tokenizer = run.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         trainer = PPOTrainer(config, model, tokenizer=tokenizer, dataset=run.rows())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
@@ -26,7 +27,7 @@ from trimtab_common.hub import push_folder
 from trimtab_common.interruption import Interruption
 from trimtab_common.locks import free, hold
 from trimtab_common.run_record import RunRecord
-from trimtab_common.sealing import MANIFEST, CheckpointError, latest_checkpoint
+from trimtab_common.sealing import CheckpointError, find_checkpoint, latest_checkpoint, no_checkpoint
 from trimtab_common.stats import everywhere, gather_over_ranks
 from trimtab_common.tracking import Tracker
 
@@ -184,7 +185,8 @@ class Run:
             CheckpointError: there is no checkpoint, `load` refuses it, or `root` holds checkpoints of another run.
         """
         self._hold(root)  # first: a run that was killed may still publish a checkpoint
-        newest = gather_over_ranks(self._newest(where, root) if self.accelerator.is_main_process else None)[0]
+        find = partial(latest_checkpoint, root) if where == "latest" else partial(find_checkpoint, where)
+        newest = gather_over_ranks(find() if self.accelerator.is_main_process else None)[0]
         if newest is not None:
             try:
                 self.load(newest)
@@ -195,20 +197,8 @@ class Run:
             return newest
         free(self)
         if where != "latest":
-            state = "is not a checkpoint, and holds none" if Path(where).is_dir() else "does not exist"
-            raise CheckpointError(
-                f"resume_from={str(where)!r}: {state}. Give a folder checkpoint-<step>, the folder that holds such "
-                "folders, or 'latest'."
-            )
+            raise no_checkpoint(where, "'latest'")
         return None
-
-    def _newest(self, where: str | Path, root: str | Path) -> Path | None:
-        if where == "latest":
-            return latest_checkpoint(root)
-        is_checkpoint = (Path(where) / MANIFEST).is_file() or Path(where).match("checkpoint-*")
-        if is_checkpoint:
-            return Path(where)  # `load` says what it lacks
-        return latest_checkpoint(where) or latest_checkpoint(Path(where) / "checkpoints")
 
     def begin_step(self, root: str | Path | None) -> None:
         """Call it before each step, before sampling. Collective.

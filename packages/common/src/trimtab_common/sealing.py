@@ -31,6 +31,9 @@ from safetensors import SafetensorError
 FORMAT = 1
 MANIFEST = "manifest.json"
 
+published: list[Path] = []
+"""The checkpoints that this process has written."""
+
 _COMPLETE = re.compile(r"checkpoint-(\d+)")
 _HIDDEN = "[._]checkpoint-*"
 """Checkpoints being written, replaced or removed. transformers.Trainer does not upload names that begin with _."""
@@ -132,6 +135,27 @@ def latest_checkpoint(root: str | Path) -> Path | None:
     return None
 
 
+def find_checkpoint(where: str | Path) -> Path | None:
+    """Returns the checkpoint that a path names: the folder itself, or the newest one in a folder of checkpoints."""
+    folder = Path(where)
+    if (folder / MANIFEST).is_file() or _COMPLETE.fullmatch(folder.name):
+        return folder  # `verify` says what it lacks
+    return latest_checkpoint(folder) or latest_checkpoint(folder / "checkpoints")
+
+
+def no_checkpoint(where: str | Path, newest: str) -> CheckpointError:
+    """The error where `find_checkpoint` finds none.
+
+    Args:
+        newest: what to write for the newest checkpoint of the run's own folder.
+    """
+    state = "is not a checkpoint, and holds none" if Path(where).is_dir() else "does not exist"
+    return CheckpointError(
+        f"resume_from={str(where)!r}: {state}. Give a folder checkpoint-<step>, the folder that holds such folders, or "
+        f"{newest}."
+    )
+
+
 def seal(folder: Path, facts: Mapping[str, object], *, required: Collection[str] = ()) -> None:
     """Adds the manifest, written last, and flushes every file and folder to the disk.
 
@@ -226,6 +250,7 @@ def publish(partial: Path, final: Path, facts: Mapping[str, object], *, required
         )
     if os.path.lexists(aside):
         remove(aside)
+    published.append(final)
 
 
 def keep_under_other_name(folder: Path) -> Path:
@@ -280,10 +305,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text())
     except OSError as error:
+        if not path.is_dir():
+            raise CheckpointError(f"{path} does not exist. {instead(path)}") from error
+        if not _COMPLETE.fullmatch(path.name):
+            raise CheckpointError(
+                f"{file}: {error.strerror}. This is not a checkpoint of trimtab: give the folder named "
+                "checkpoint-<step> itself."
+            ) from error
         raise CheckpointError(
-            f"{file}: {error.strerror}. Either the save was cut short, or this is not a checkpoint of trimtab: give "
-            f"the folder named checkpoint-<step> itself. {instead(path)} If you know that it is whole (downloaded, or "
-            f"written by another program), seal it: python -m trimtab_common.sealing {path}"
+            f"{file}: {error.strerror}. Either the save was cut short, or another program wrote this checkpoint. "
+            f"{instead(path)} If you know that it is whole, seal it: python -m trimtab_common.sealing {path}"
         ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error}). {instead(path)}") from error
@@ -299,12 +330,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def instead(path: Path) -> str:
-    """The remedy for a damaged checkpoint: another sealed one in the same folder, the one with the most steps."""
+    """The remedy for a damaged or missing checkpoint: the sealed one with the most steps in the same folder."""
     others = [
         folder for folder in checkpoints(path.parent).values() if folder != path and (folder / MANIFEST).is_file()
     ]
     other = f"resume from {others[-1]}" if others else "start anew, because there is no other checkpoint in this folder"
-    return f"Restore it from a copy, or remove {path} and {other}."
+    return f"Restore it from a copy, or remove {path} and {other}." if path.is_dir() else f"Check the path, or {other}."
 
 
 def sha256(file: Path) -> str:

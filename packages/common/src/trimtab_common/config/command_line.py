@@ -38,6 +38,8 @@ SYNONYMS = {
     "max_completion_length": "max_new_tokens",
     "max_steps": "steps",
     "pref_beta": "beta",
+    **dict.fromkeys(("bf16", "fp16"), "mixed_precision"),
+    "mixed_precision": "accelerator_kwargs.mixed_precision",
 }
 """Names in the commands of other libraries, and ours."""
 
@@ -154,8 +156,9 @@ def unknown_setting(name: str, fields_by_class: Mapping[str, Iterable[str]]) -> 
     """
     fields = [(short, field) for short, names in fields_by_class.items() for field in names]
     names = [*(field for _, field in fields), *(f"{short}.{field}" for short, field in fields)]
-    known = SYNONYMS.get(name.replace("-", "_"))
-    near = [known] if known in names else difflib.get_close_matches(name, names, n=1)
+    ours = SYNONYMS.get(name.replace("-", "_"), "")
+    known = [one for one in (ours, SYNONYMS.get(ours, "")) if one.partition(".")[0] in names]
+    near = known or difflib.get_close_matches(name, names, n=1)
     return f"{name} is not a setting. {f'Did you mean {near[0]}?' if near else '--help lists the names.'}"
 
 

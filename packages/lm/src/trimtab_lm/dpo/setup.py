@@ -62,8 +62,10 @@ def _merged(model: PeftModel, config: DPOConfig) -> Model:
     return model.merge_and_unload()
 
 
-def load_reference(ref_model: Model | str | None, config: DPOConfig) -> Model | None:
+def load_reference(ref_model: Model | str | None, config: DPOConfig, peft_config: PeftConfig | None) -> Model | None:
     """The reference model that was given, loaded if it was given by its name; None if there is none to load.
+
+    Without a dtype it loads in the type of a policy that is given by its name.
 
     Raises ValueError where it has no place beside the config's settings.
     """
@@ -77,7 +79,7 @@ def load_reference(ref_model: Model | str | None, config: DPOConfig) -> Model | 
     for name in ("reference_free", "ref_adapter_name"):
         if getattr(config, name):
             raise ValueError(f"ref_model and {name}={getattr(config, name)!r} are two references. Choose one.")
-    return load_language_model(ref_model, config.ref_model_init_kwargs)
+    return load_language_model(ref_model, config.ref_model_init_kwargs, peft_config)
 
 
 def make_reference(

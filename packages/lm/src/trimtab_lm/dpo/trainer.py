@@ -105,13 +105,13 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         assert args is not None  # takes_constructor_of_2024 fills it in
         self.chain = Chain2024(self, DPOTrainer)
         self.chain.check_loss(args)
-        reference = load_reference(ref_model, args)
+        reference = load_reference(ref_model, args, peft_config)
         self.trains_without_dropout = args.disable_dropout
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         hooks["optimizer_cls_and_kwargs"] = optimizer_cls_and_kwargs
-        policy = load_language_model(model, args.model_init_kwargs)
+        policy = load_language_model(model, args.model_init_kwargs, peft_config)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         self.config.padding_value = padding_of(self.tokenizer, self.config)
         self.reference = make_reference(self.model, reference, self.config, self.accelerator)

@@ -95,7 +95,7 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         self.trains_without_dropout = args.disable_dropout
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=cast(Any, list))
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers)
-        policy = load_language_model(model, args.model_init_kwargs)
+        policy = load_language_model(model, args.model_init_kwargs, peft_config)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         args = self.config
         self.backend, self.pending = backend_and_pending(args, self.tokenizer, rollout)

@@ -20,6 +20,7 @@ from trimtab_common.stats import Recorder
 from trimtab_lm.data.media import check_features, check_row
 from trimtab_lm.data.sources import rows_in_words
 from trimtab_lm.interface import Model, Processor, check_generation_config, tokenizer_of
+from trimtab_lm.models.loading import check_precision
 from trimtab_lm.tokens.dropout import dropout_rates_at_zero, has_dropout
 from trimtab_lm.tokens.forward import best_layout, masked_size
 
@@ -101,6 +102,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
                 "batches. Start a process for each (accelerate launch), or show it one (CUDA_VISIBLE_DEVICES=0)."
             )
         show_lines(self, self.watched)
+        check_precision(self.model, self.accelerator)
         prepare_sharding(self.model, self.accelerator)
         self.model_init = model_init
         self.checkpoints, self.passes = Checkpoints(self), Passes(self)
@@ -151,7 +153,7 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
 
     def load_processing_class(self, processing_class: Processor | None, model: Model) -> Processor:
         """The processing class, or the one saved with the model."""
-        return load_processing_class(processing_class, model)
+        return load_processing_class(processing_class, model, self.config.model_init_kwargs)
 
     # Models and data --------------------------------------------------------------------------------------------------
 
@@ -283,7 +285,10 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
         trial: Trial = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as `Trainer.train` does; resume_from_checkpoint is a folder, or True for the newest whole checkpoint.
+        """Train as `Trainer.train` does.
+
+        resume_from_checkpoint is a checkpoint's folder, a folder of checkpoints for the newest whole one in it, or True
+        for the newest whole one in output_dir.
 
         Raises:
             CheckpointError: the checkpoint is damaged or of another run; or a new run would save beside the

@@ -21,9 +21,11 @@ from trimtab_common.sealing import (
     CheckpointError,
     SaveError,
     clean,
+    find_checkpoint,
     free_bytes,
     is_of_files,
     latest_checkpoint,
+    no_checkpoint,
     publish,
     rotate,
     save_error,
@@ -130,8 +132,11 @@ class Checkpoints:
                     f"There is no complete checkpoint in {args.output_dir}. Start without resume_from_checkpoint, or "
                     "name the checkpoint's folder."
                 )
-            where = newest
-        folder = Path(where)
+            folder = newest
+        elif (found := find_checkpoint(where)) is None:
+            raise no_checkpoint(where, "True (on the command line: latest)")
+        else:
+            folder = found
         manifest = verify(folder)
         refuse_code(folder)
         self._resumed = manifest["step"]

@@ -18,7 +18,13 @@ from transformers import (
 
 from trimtab_common.sharding import keep_output_precision, on_one_device
 from trimtab_lm.interface import Model, Processor, base_of
-from trimtab_lm.models.loading import bar_packing, from_pretrained
+from trimtab_lm.models.loading import (
+    bar_packing,
+    from_pretrained,
+    refuse_init_kwargs,
+    tokenizer_options,
+    trains_only_adapters,
+)
 from trimtab_lm.models.reference import Reference
 from trimtab_lm.tokens.forward import score_tokens_in_forward
 
@@ -26,12 +32,18 @@ from .config import checkpointing_of
 
 
 def load_language_model(
-    model: Model | str | None, init_kwargs: Mapping[str, Any] | None = None, kind: Any = None, **kwargs: object
+    model: Model | str | None,
+    init_kwargs: Mapping[str, Any] | None,
+    peft_config: PeftConfig | None,
+    kind: Any = None,
+    **kwargs: object,
 ) -> Model | None:
     """Loads a model by hub id or folder; returns a model in memory unchanged.
 
     Args:
-        init_kwargs: arguments of `from_pretrained`, for a name only.
+        init_kwargs: arguments of `from_pretrained`, for a name only. Without dtype a model loads in float32, or where
+            only adapters train in the checkpoint's type.
+        peft_config: the adapters that train; None: all weights.
         kind: the class of transformers that loads the model; None: the model's configuration chooses between causal
             and encoder-decoder models.
 
@@ -43,17 +55,18 @@ def load_language_model(
         if kind is None:
             is_encoder_decoder = AutoConfig.from_pretrained(model, **init_kwargs).is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
-        return from_pretrained(kind, model, **kwargs, **init_kwargs)
-    if init_kwargs:
-        raise ValueError(
-            f"model_init_kwargs={dict(init_kwargs)} say how to load a model, and the model is loaded already. Pass its "
-            "name, or leave model_init_kwargs out."
-        )
+        return from_pretrained(kind, model, only_adapters=trains_only_adapters(peft_config), **kwargs, **init_kwargs)
+    refuse_init_kwargs(init_kwargs)
     return model
 
 
-def load_processing_class(processing_class: Processor | None, model: Model) -> Processor:
+def load_processing_class(
+    processing_class: Processor | None, model: Model, init_kwargs: Mapping[str, Any] | None
+) -> Processor:
     """The processing class, or the one saved with the model.
+
+    Args:
+        init_kwargs: arguments of `from_pretrained` that the model was loaded with, such as its revision.
 
     Raises:
         ValueError: there is neither a processing class nor a name that the model was loaded from.
@@ -65,10 +78,11 @@ def load_processing_class(processing_class: Processor | None, model: Model) -> P
             f"The {type(model).__name__} was not loaded by name, so its tokenizer cannot be found. Pass "
             "processing_class=tokenizer."
         )
+    options = tokenizer_options(init_kwargs)
     try:
-        return AutoProcessor.from_pretrained(name)
+        return AutoProcessor.from_pretrained(name, **options)
     except (OSError, ValueError):
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, **options)
 
 
 def with_adapters(model: Model, peft_config: PeftConfig | None, args: TrainingArguments) -> Model:

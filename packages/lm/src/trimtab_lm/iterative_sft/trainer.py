@@ -62,7 +62,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
-        language_model = load_language_model(model, args.model_init_kwargs)
+        language_model = load_language_model(model, args.model_init_kwargs, peft_config)
         super().__init__(language_model, args, processing_class, None, peft_config, data=data, **hooks)
         self.reader = Reader.of(self.model)
         if data_collator is None:
@@ -140,9 +140,9 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         """Trains on `train_dataset` as `Trainer.train` does; without one, only resumes, so that `step` can go on.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the last one in output_dir. A checkpoint that was
-                saved in the middle of a call of `step` holds the call's rows, and this method finishes that call;
-                `progress.calls` counts it.
+            resume_from_checkpoint: a checkpoint's folder, a folder of checkpoints for the last one in it, or True for
+                the last one in output_dir. A checkpoint that was saved in the middle of a call of `step` holds the
+                call's rows, and this method finishes that call; `progress.calls` counts it.
             kwargs: none; the documented signature has them.
 
         Raises:

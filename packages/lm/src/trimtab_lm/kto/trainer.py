@@ -81,13 +81,13 @@ class KTOTrainer(TrainerAdapter[KTOConfig, Tensor]):
     ):
         assert args is not None  # takes_constructor_of_2024 fills it in
         init_kwargs = args.model_init_kwargs
-        fixed = load_language_model(ref_model, init_kwargs if isinstance(ref_model, str) else None)
+        fixed = load_language_model(ref_model, init_kwargs if isinstance(ref_model, str) else None, peft_config)
         is_for_reference = isinstance(ref_model, str) and not isinstance(model, str)
         self.trains_without_dropout = args.disable_dropout
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
-        policy = load_language_model(model, None if is_for_reference else init_kwargs)
+        policy = load_language_model(model, None if is_for_reference else init_kwargs, peft_config)
         super().__init__(policy, args, processing_class, model_init, peft_config, data=data, **hooks)
         self.reference = fixed_reference(self.model, fixed, self.accelerator)
         if data_collator is None:

@@ -142,6 +142,18 @@ def _split_generation(config: Any, old: str, completions: int) -> None:
     _set(config, old, "steps_per_generation", completions // step)
 
 
+_SERVER = "write rollout_backend='vllm_server', rollout_backend_kwargs={'servers': ['http://host:8000']}"
+
+
+def _in_process(config: Any, old: str, mode: str) -> None:
+    """Refuses the mode of a server: `use_vllm=True` samples in this process. Without use_vllm a mode has no effect."""
+    if config.use_vllm and mode != "colocate" and config.rollout_backend != "vllm_server":
+        raise ValueError(
+            f"vllm_mode={mode!r} is not supported: use_vllm=True samples with an engine in this process. For a server "
+            f"{_SERVER}; for the engine in this process leave vllm_mode out."
+        )
+
+
 ARGUMENTS: dict[str, Argument] = {
     "evaluation_strategy": _renamed(IntervalStrategy | str, "no", "eval_strategy"),
     "per_gpu_train_batch_size": _renamed(int | None, None, "per_device_train_batch_size"),
@@ -267,8 +279,6 @@ SFT_ARGUMENTS: dict[str, Argument] = {
 }
 """Arguments of SFTConfig in TRL 0.9 to 0.11 and in 1.16, by name."""
 
-_SERVER = "write rollout_backend='vllm_server', rollout_backend_kwargs={'servers': ['http://host:8000']}"
-
 GRPO_ARGUMENTS: dict[str, Argument] = {
     "generation_batch_size": Argument(
         int | None,
@@ -280,7 +290,7 @@ GRPO_ARGUMENTS: dict[str, Argument] = {
     "cache_implementation": _entry(str | None, None, "generation_kwargs", "cache_implementation"),
     "use_liger_loss": Argument(bool, False, "leave it out; the logits are never held in full", _no_change),
     "vllm_mode": Argument(
-        str, "server", "write rollout_backend='vllm', whose engine runs in this process, or 'vllm_server'"
+        str | None, None, "write rollout_backend='vllm', whose engine is in this process", _in_process
     ),
     "vllm_server_base_url": Argument(str | None, None, _SERVER),
     "vllm_server_host": Argument(str, "0.0.0.0", _SERVER),

@@ -2,19 +2,29 @@
 
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from peft import PeftModel, prepare_model_for_kbit_training
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from peft import PeftConfig, PeftModel, prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
+from trimtab_common.config import without_secrets
 from trimtab_lm.interface import Model
 
 AutoModel: TypeAlias = type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]
 """A class of transformers that chooses the model's class by its configuration."""
+
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+"""Arguments of `from_pretrained` that say where the files are and how to get them."""
+
+CHOOSES_DTYPE = ("dtype", "torch_dtype", "quantization_config", "load_in_8bit", "load_in_4bit")
+"""Arguments of `from_pretrained` that say in which type the weights are stored."""
 
 
 def load_model(
@@ -24,6 +34,7 @@ def load_model(
     kwargs: dict[str, Any],
     is_trainable: bool,
     hub: dict[str, Any],
+    peft_config: PeftConfig | None = None,
     **kbit: Any,
 ) -> Model:
     """Loads the model in `source`, or the adapter in it on the base model that the adapter names.
@@ -33,6 +44,7 @@ def load_model(
         args, kwargs: arguments of `kind.from_pretrained`.
         is_trainable: whether a loaded adapter can train.
         hub: the part of kwargs that concerns the download, for the adapter.
+        peft_config: the adapter that the caller will put on the model.
         kbit: see `prepared_for_adapter`.
 
     Raises:
@@ -40,7 +52,7 @@ def load_model(
     """
     adapter_file = find_adapter_config_file(source, **hub)
     if adapter_file is None:
-        return from_pretrained(kind, source, *args, **kwargs)
+        return from_pretrained(kind, source, *args, only_adapters=trains_only_adapters(peft_config), **kwargs)
     adapter = json.loads(Path(adapter_file).read_text(encoding="utf-8"))
     if not adapter.get("base_model_name_or_path"):
         raise ValueError(
@@ -50,13 +62,23 @@ def load_model(
     # revision and subfolder locate the adapter; the adapter's config locates the base model.
     kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     base_name, revision = adapter["base_model_name_or_path"], adapter.get("revision")
-    base = from_pretrained(kind, base_name, *args, revision=revision, **kwargs)
+    only_adapters = not adapter.get("modules_to_save")
+    base = from_pretrained(kind, base_name, *args, only_adapters=only_adapters, revision=revision, **kwargs)
     base = prepared_for_adapter(base, **kbit) if is_trainable else base
     return PeftModel.from_pretrained(base, source, is_trainable=is_trainable, **hub)
 
 
-def from_pretrained(kind: Any, source: str, *args: object, **kwargs: Any) -> Any:
-    """Calls `kind.from_pretrained`; warns and leaves FlashAttention out where its package or a GPU is missing."""
+def from_pretrained(kind: Any, source: str, *args: object, only_adapters: bool = False, **kwargs: Any) -> Any:
+    """Calls `kind.from_pretrained`; warns and leaves FlashAttention out where its package or a GPU is missing.
+
+    The weights are float32 unless kwargs choose a type, because small updates round away in half precision.
+
+    Args:
+        only_adapters: whether nothing but adapters trains, which PEFT makes float32. The weights then keep the
+            checkpoint's type.
+    """
+    if not (only_adapters or any(kwargs.get(name) for name in CHOOSES_DTYPE)):
+        kwargs["dtype"] = torch.float32
     try:
         return kind.from_pretrained(source, *args, **kwargs)
     except ImportError as missing:
@@ -65,6 +87,52 @@ def from_pretrained(kind: Any, source: str, *args: object, **kwargs: Any) -> Any
             raise
         warnings.warn(f"The model loads without attn_implementation={attention!r}: {missing}", stacklevel=4)
         return kind.from_pretrained(source, *args, **kwargs)
+
+
+def tokenizer_options(init_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the arguments of a model's `from_pretrained` that its tokenizer and its configuration take, too."""
+    shared = (*HUB_OPTIONS, "trust_remote_code", "code_revision")
+    return {name: value for name, value in (init_kwargs or {}).items() if name in shared}
+
+
+def refuse_init_kwargs(init_kwargs: Mapping[str, Any] | None) -> None:
+    """Raises ValueError if there are arguments of `from_pretrained` for a model that is loaded."""
+    if init_kwargs:
+        raise ValueError(
+            f"model_init_kwargs={without_secrets(init_kwargs)} say how to load a model, and the model is loaded "
+            "already. Pass its name, or leave model_init_kwargs out."
+        )
+
+
+def trains_only_adapters(peft_config: PeftConfig | None) -> bool:
+    """Whether a model that gets these adapters trains nothing else, no whole modules for instance."""
+    return peft_config is not None and not getattr(peft_config, "modules_to_save", None)
+
+
+def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
+    """Warns if trained weights are in half precision.
+
+    DeepSpeed keeps float32 copies of such weights, and FSDP makes them float32 if it computes in mixed precision.
+
+    Raises:
+        ValueError: they are float16 and so is the arithmetic: torch cannot unscale float16 gradients.
+    """
+    precision, engine = accelerator.mixed_precision, accelerator.distributed_type
+    if engine == DistributedType.DEEPSPEED or (engine == DistributedType.FSDP and precision != "no"):
+        return
+    trained = {name: weight.dtype for name, weight in model.named_parameters() if weight.requires_grad}
+    halves = {name: dtype for name, dtype in trained.items() if dtype in (torch.bfloat16, torch.float16)}
+    if not halves:
+        return
+    name, dtype = next(iter(halves.items()))
+    came = f"{len(halves)} of {len(trained)} trained weights are {str(dtype).removeprefix('torch.')}, such as {name}"
+    remedy = (
+        "Load the model with dtype=torch.float32. For half-precision arithmetic set bf16=True, for PPO "
+        "accelerator_kwargs={'mixed_precision': 'bf16'}."
+    )
+    if precision == "fp16" and torch.float16 in halves.values():
+        raise ValueError(f"{came}, and mixed precision in fp16 needs float32 weights to unscale gradients. {remedy}")
+    warnings.warn(f"{came}: updates much smaller than a weight round away. {remedy}", stacklevel=5)
 
 
 def prepared_for_adapter(model: PreTrainedModel, **kbit: Any) -> PreTrainedModel:

@@ -38,7 +38,14 @@ from trimtab_lm.models.head import (
     find_value_head,
     write_beside,
 )
-from trimtab_lm.models.loading import AutoModel, bar_packing, load_model, prepared_for_adapter, with_quantization_config
+from trimtab_lm.models.loading import (
+    HUB_OPTIONS,
+    AutoModel,
+    bar_packing,
+    load_model,
+    prepared_for_adapter,
+    with_quantization_config,
+)
 from trimtab_lm.models.reward_adapter import load_reward_adapter
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.logprobs import last_hidden_state, linear_in_own_dtype, lm_head_of, state_width, without_logits
@@ -47,7 +54,6 @@ from trimtab_lm.tokens.scores import upcast
 
 HEAD_OPTIONS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")
 KBIT_OPTIONS = ("use_gradient_checkpointing", "gradient_checkpointing_kwargs")
-HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 UPLOAD_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 
 
@@ -133,7 +139,8 @@ class PreTrainedModelWrapper(nn.Module):
                 model, for `compute_reward_score`. It is frozen, and `save_pretrained` leaves it out.
             reward_adapter_name: its name among the model's adapters.
             kwargs: options of the constructor and of PEFT's `prepare_model_for_kbit_training`; all others (dtype,
-                token, ...) go to transformers. With a model in memory they are ignored, with a warning.
+                token, ...) go to transformers. Without dtype a model loads in float32, or where only adapters train in
+                the checkpoint's type. With a model in memory they are ignored, with a warning.
 
         Raises:
             TypeError: the class is not one of the two subclasses.
@@ -155,6 +162,7 @@ class PreTrainedModelWrapper(nn.Module):
                 is_trainable=is_trainable,
                 hub=hub,
                 kwargs=with_quantization_config(kwargs),
+                peft_config=peft_config,
                 **kbit,
             )
             stored = find_value_head(str(source), isinstance(model, PeftModel), hub)

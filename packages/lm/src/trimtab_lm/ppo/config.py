@@ -168,6 +168,9 @@ class PPOConfig(_Taken):
     log_table_every: Count = setting("Steps between two tables of texts that `log_stats` sends.", default=10)
     on_save_error: OnSaveError = setting(ON_SAVE_ERROR, default="raise")
     reward_timeout: NotNegative | None = setting(REWARD_TIMEOUT, default=600)
+    model_init_kwargs: dict[str, Any] = setting(
+        "Arguments of from_pretrained, for a model given by name.", default_factory=dict
+    )
 
     @property
     def clips_to_sampler(self) -> bool:

@@ -40,8 +40,8 @@ def resume(run: Run, config: PPOConfig, where: str | Path | None) -> None:
         raise ValueError('resume_from="latest" looks into PPOConfig(output_dir=...), which is None.')
     if where is not None:
         run.resume(where, root or where)
-    elif root is not None and config.save_steps:
-        run.record.check_folder(root)
+    elif root is not None:
+        run.record.check_folder(root)  # without save_steps too: a run that a signal ends is saved there
 
 
 def full_weights(accelerator: Accelerator, actor_critic: nn.Module) -> dict[str, Tensor] | None:

@@ -36,6 +36,7 @@ from trimtab_lm.data.prompts import (
 )
 from trimtab_lm.data.sources import is_stream
 from trimtab_lm.interface import base_of
+from trimtab_lm.models.loading import check_precision, refuse_init_kwargs, tokenizer_options
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
@@ -52,8 +53,8 @@ from .policy import ActorCritic
 
 WITHOUT_EFFECT = (
     *("exp_name", "log_*", "task_name", "tracker_*", "project_kwargs", "push_to_hub_if_best_kwargs"),
-    *("compare_steps", "steps", "model_name", "query_dataset", "reward_model", "optimize_device_cache", "output_dir"),
-    *("save_*", "resume_with_changes", "*backward_batch_size", "global_batch_size"),
+    *("compare_steps", "steps", "model_name", "model_init_kwargs", "query_dataset", "reward_model", "output_dir"),
+    *("optimize_device_cache", "save_*", "resume_with_changes", "*backward_batch_size", "global_batch_size"),
     *("reward_timeout", "on_save_error", "gradient_checkpointing", "dataset_num_proc"),
 )
 """Fields of PPOConfig that change no result; of the model and the data the checkpoint knows more than their names."""
@@ -61,10 +62,11 @@ HELD = ("learning_rate", "value_learning_rate", "init_kl_coef")
 """Fields of PPOConfig whose values the optimizer and the KL controller bring along from a checkpoint."""
 
 
-def accelerator_of(config: PPOConfig) -> WeighingAccelerator:
-    """The accelerator that the config asks for. Collective; see `check_engine`."""
+def accelerator_of(config: PPOConfig, model: ActorCritic) -> WeighingAccelerator:
+    """The accelerator that the config asks for. Collective; see `check_engine` and `check_precision`."""
     accelerator = create_accelerator(config.accelerator_kwargs, config.project_kwargs)
     check_engine(config, accelerator.distributed_type)
+    check_precision(model, accelerator)
     keep_output_precision(accelerator)
     tell_deepspeed_of_batches(accelerator, size=config.mini_batch_size, max_grad_norm=config.max_grad_norm)
     return accelerator
@@ -100,9 +102,12 @@ def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
     if model is None:
         if config.model_name is None:
             raise ValueError("PPOTrainer needs a model: give it one with a value head, or PPOConfig a model_name.")
-        is_encoder_decoder = AutoConfig.from_pretrained(config.model_name).is_encoder_decoder
+        options = tokenizer_options(config.model_init_kwargs)
+        is_encoder_decoder = AutoConfig.from_pretrained(config.model_name, **options).is_encoder_decoder
         kind = AutoModelForSeq2SeqLMWithValueHead if is_encoder_decoder else AutoModelForCausalLMWithValueHead
-        model = kind.from_pretrained(config.model_name)
+        model = kind.from_pretrained(config.model_name, **config.model_init_kwargs)
+    else:
+        refuse_init_kwargs(config.model_init_kwargs)
     if not isinstance(model, PreTrainedModelWrapper):
         raise TypeError(
             f"PPOTrainer trains a model with a value head, got {type(model).__name__}. Wrap it: "
@@ -145,7 +150,8 @@ def tokenizer_of(config: PPOConfig, tokenizer: Any) -> PreTrainedTokenizerBase:
     """The tokenizer: the caller's, a processor's, or `config.model_name`'s; it must have a pad token."""
     if tokenizer is None and config.model_name is None:
         raise ValueError("PPOTrainer needs a tokenizer: give it one, or PPOConfig a model_name.")
-    tokenizer = interface.tokenizer_of(tokenizer or AutoTokenizer.from_pretrained(config.model_name))
+    options = tokenizer_options(config.model_init_kwargs)
+    tokenizer = interface.tokenizer_of(tokenizer or AutoTokenizer.from_pretrained(config.model_name, **options))
     if tokenizer.pad_token_id is None:
         raise ValueError(
             "The tokenizer has no pad token. Set tokenizer.pad_token = tokenizer.eos_token: that is harmless here, "

@@ -96,7 +96,7 @@ class PPOTrainer(NamesOf2024):
         self.reference, self.ref_model = setup.reference_of(model, ref_model, num_shared_layers)
         actor_critic = ActorCritic(model, value_model)
         optimizer, self.lr_scheduler = setup.optimizers_of(config, optimizer, lr_scheduler, actor_critic)
-        self.accelerator = setup.accelerator_of(config)
+        self.accelerator = setup.accelerator_of(config, actor_critic)
         self.config = setup.filled(config, model, self.accelerator.num_processes)
         self.current_device = self.accelerator.device
         self.actor_critic, self.optimizer = self.accelerator.prepare(actor_critic, optimizer)
@@ -129,7 +129,7 @@ class PPOTrainer(NamesOf2024):
                 **columns)`, and sequence classifiers. None: `config.reward_model`, or an `EnvironmentRollout` rewards.
             generation_kwargs: arguments of `generate`.
             steps: PPO steps in all; default: the config's.
-            resume_from: a checkpoint's folder, or "latest" for the newest in `output_dir`, if any.
+            resume_from: a checkpoint's folder, its parent's, or "latest" for the newest in `output_dir`, if any.
             on_step: called with the step's number, the logged statistics and the batch.
             reward_weights: one per reward; None: 1.
         """

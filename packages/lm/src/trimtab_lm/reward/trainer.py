@@ -99,7 +99,8 @@ class RewardTrainer(TrainerAdapter[RewardConfig, Tensor]):
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         with expecting_new_head():
             kind = AutoModelForSequenceClassification
-            scorer = load_language_model(model, args.model_init_kwargs, kind, num_labels=1)
+            # The score head trains beside adapters, so that the model loads as where all weights train.
+            scorer = load_language_model(model, args.model_init_kwargs, None, kind, num_labels=1)
         super().__init__(scorer, args, processing_class, model_init, peft_config, data=data, **hooks)
         if data_collator is None and self.scores_in_forward:
             self.data_collator = PairCollator(self.tokenizer.pad_token_id, **layout_of(self))

@@ -71,7 +71,7 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         hooks["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         hooks["compute_loss_func"] = compute_loss_func
         hooks["optimizer_cls_and_kwargs"] = optimizer_cls_and_kwargs
-        language_model = load_language_model(model, args.model_init_kwargs)
+        language_model = load_language_model(model, args.model_init_kwargs, peft_config)
         super().__init__(language_model, args, processing_class, model_init, peft_config, data=data, **hooks)
         if data_collator is None:
             require_eos(self.tokenizer)
