@@ -64,7 +64,10 @@ EVERYDAY = """
 
 Other defaults: without an accelerator dataloader_pin_memory is False; in a sweep report_to is wandb."""
 """The end of what --help says of a trainer on transformers.Trainer."""
-UNNAMED = ("config", "model", "dataset", "split", "output_dir", "resume_from", "report_to", "log_with", "seed")
+UNNAMED = (
+    *("config", "model", "dataset", "dataset_config", "split", "eval_dataset", "eval_dataset_config"),
+    *("output_dir", "resume_from", "report_to", "log_with", "seed"),
+)
 """Flags that a run's name in a tracker leaves out."""
 DURING_TRAINING = (CheckpointError, RewardError, TrainingDivergedError)
 """Errors of a training that the user can correct."""
@@ -76,6 +79,9 @@ class RunConfig:
 
     model: str = setting("Hub id or folder of the model to train.")
     dataset: str = setting("Hub id, folder or file (.jsonl, .json, .csv, .parquet, .txt) of the training data.")
+    dataset_config: str | None = setting(
+        "Configuration of a hub dataset that has several, such as main of openai/gsm8k.", default=None
+    )
     split: str = setting("Split to train on, or a part of it, such as train[:90%].", default="train")
     columns: dict[str, str] | str | None = setting(
         "New names of the dataset's columns, such as prompt=question,completion=answer.", default=None
@@ -117,7 +123,7 @@ class RunConfig:
 
     def rows(self, split: str | None = None) -> Dataset:
         """The rows of a split of the dataset, in a format of the trainers; None: those to train on."""
-        rows = open_dataset(self.dataset, split or self.split)
+        rows = open_dataset(self.dataset, split or self.split, self.dataset_config)
         if isinstance(self.columns, dict):
             rows = with_columns(rows, self.columns)
         return recognized(rows, lambda: self.tokenizer)
@@ -219,7 +225,8 @@ def settings(
 
 def about_run(run: Any) -> dict[str, object]:
     """What a run trains, and on what, for the tracker and the model card."""
-    return {"model": run.model, "dataset": run.dataset, "split": run.split}
+    config = {} if run.dataset_config is None else {"dataset_config": run.dataset_config}
+    return {"model": run.model, "dataset": run.dataset, **config, "split": run.split}
 
 
 def name_run(name: str, argv: Sequence[str], configs: Sequence[Any]) -> None:
