@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trimtab_cli import ddpo, places, subcommands
 from trimtab_cli.main import main
-from trimtab_cli.subcommands import TUNED, settings
+from trimtab_cli.subcommands import TUNED, EvaluationConfig, RunConfig, settings
 from trimtab_diffusion import DDPOTrainer
 from trimtab_lm import (
     AutoModelForCausalLMWithValueHead,
@@ -40,7 +40,7 @@ RAFT = (*REWARD, "--rounds=2", "--prompts=4", "--samples=2", "--max_new_tokens=5
 COMMANDS = {
     "sft": ("--dataset=texts", *BATCH),
     "reward": ("--dataset=pairs", *BATCH),
-    "dpo": ("--dataset=pairs", "--eval_split=test", *BATCH),
+    "dpo": ("--dataset=pairs", *BATCH),
     "kto": ("--dataset=answers.jsonl", *BATCH),
     "grpo": (*GRPO, *BATCH),
     "ppo": PPO,
@@ -149,9 +149,27 @@ def test_a_run_is_named_by_its_flags_and_its_seed(config, words, named, place, m
     assert os.environ["WANDB_JOB_TYPE"] == "evaluation"
 
 
-def test_an_evaluation_comes_after_the_training(place, capsys):
-    lines = run("dpo", *COMMANDS["dpo"], capsys=capsys)
+@pytest.mark.parametrize("held_out", ["--eval_split=test", "--eval_dataset=pairs/test.jsonl"])
+def test_an_evaluation_comes_after_the_training(held_out, place, capsys):
+    lines = run("dpo", "--dataset=pairs", held_out, *BATCH, capsys=capsys)
     assert any("eval_rewards/accuracies" in line for line in lines)
+
+
+def test_an_evaluation_takes_another_dataset_and_both_may_have_configurations(place):
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("main", "other"))
+    for folder in ("many", "held_out"):
+        for name in ("main", "other"):
+            write_rows(f"{folder}/{name}.jsonl", [{"text": f"{folder} {name}"}])
+        Path(folder, "README.md").write_text(f"---\nconfigs:\n{configs}---\n", encoding="utf-8")
+    training = RunConfig(model="model", dataset="many", dataset_config="main")
+    assert training.rows()["text"] == ["many main"]
+    assert EvaluationConfig().rows(training) is None
+    assert EvaluationConfig(eval_split="train").rows(training)["text"] == ["many main"]
+    assert EvaluationConfig(eval_dataset="many/other.jsonl").rows(training)["text"] == ["many other"]
+    other = EvaluationConfig(eval_dataset="held_out", eval_dataset_config="other", eval_split="train[:1]")
+    assert other.rows(training)["text"] == ["held_out other"]
+    with pytest.raises(ValueError, match="eval_dataset_config=other is of eval_dataset, which is missing"):
+        EvaluationConfig(eval_dataset_config="other")
 
 
 @pytest.mark.parametrize("reward", ["redness", "Redness"])
@@ -346,6 +364,7 @@ def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
         (["dpo"], "RunConfig needs a value for --dataset."),
         (["dpo", "--dataset=texts"], "DPO cannot read a dataset with the columns ['text']. It needs one of"),
         (["dpo", "--dataset=pairs/none.jsonl"], "There is no file or folder pairs/none.jsonl."),
+        (["dpo", "--dataset=pairs", "--eval_dataset=none.jsonl"], "There is no file or folder none.jsonl."),
         (["dpo", "--dataset=pairs", "--eval_split=dev"], 'Unknown split "dev"'),
         (["dpo", "--dataset=pairs", "--lora_alpha=3"], "Set lora_r, such as 16."),
         (["dpo", "--dataset=pairs", "--load_in_4bit"], "Set lora_r to 16."),

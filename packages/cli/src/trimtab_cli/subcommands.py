@@ -121,9 +121,12 @@ class RunConfig:
         if self.load_in_4bit and not is_bitsandbytes_available():
             raise ValueError('load_in_4bit=True needs bitsandbytes: pip install "trimtab-lm[quantization]".')
 
-    def rows(self, split: str | None = None) -> Dataset:
-        """The rows of a split of the dataset, in a format of the trainers; None: those to train on."""
-        rows = open_dataset(self.dataset, split or self.split, self.dataset_config)
+    def rows(self) -> Dataset:
+        """The rows to train on, in a format of the trainers."""
+        return self.prepared(open_dataset(self.dataset, self.split, self.dataset_config))
+
+    def prepared(self, rows: Dataset) -> Dataset:
+        """The rows of a dataset in a format of the trainers, with the columns renamed."""
         if isinstance(self.columns, dict):
             rows = with_columns(rows, self.columns)
         return recognized(rows, lambda: self.tokenizer)
@@ -164,10 +167,35 @@ class RunConfig:
 class EvaluationConfig:
     """On which rows the model is evaluated."""
 
-    eval_split: str | None = setting(
-        "Split to evaluate on, such as test or train[90%:]: after training, and as eval_strategy says. None: never.",
+    eval_dataset: str | None = setting(
+        "Hub id, folder or file of the rows to evaluate on. None: dataset, where eval_split names a split.",
         default=None,
     )
+    eval_dataset_config: str | None = setting("Configuration of eval_dataset, as dataset_config.", default=None)
+    eval_split: str | None = setting(
+        "Split to evaluate on, such as test or train[90%:]: after training, and as eval_strategy says. None: train of "
+        "eval_dataset; without eval_dataset no evaluation.",
+        default=None,
+    )
+
+    def __post_init__(self) -> None:
+        if self.eval_dataset is not None:
+            refuse_missing_path(self.eval_dataset)
+        elif self.eval_dataset_config is not None:
+            raise ValueError(
+                f"eval_dataset_config={self.eval_dataset_config} is of eval_dataset, which is missing. Set it, or name "
+                "the configuration in dataset_config."
+            )
+
+    def rows(self, run: RunConfig) -> Dataset | None:
+        """The rows to evaluate on, in the format of those to train on; None: there is no evaluation."""
+        if self.eval_dataset is not None:
+            rows = open_dataset(self.eval_dataset, self.eval_split or "train", self.eval_dataset_config)
+        elif self.eval_split is not None:
+            rows = open_dataset(run.dataset, self.eval_split, run.dataset_config)
+        else:
+            return None
+        return run.prepared(rows)
 
 
 @dataclass(kw_only=True)
