@@ -78,7 +78,7 @@ def parse_config(
 
     Raises:
         SystemExit: With status 0 after --help or --help-all; with status 2 and a message at stderr for a setting that
-            does not exist or has a wrong value, a ValueError of `__post_init__` included.
+            does not exist or has a wrong value, a ValueError or ImportError of `__post_init__` included.
     """
     argv, program = list(sys.argv[1:] if argv is None else argv), program or _program()
     sections = [_section(kind, without) for kind in dataclass_types]
@@ -205,7 +205,7 @@ def _build(section: _Section) -> object:
         raise ConfigError(f"{section.kind.__name__} needs a value for --{', --'.join(absent)}.")
     try:
         return section.kind(**section.values)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise ConfigError(f"{section.kind.__name__}: {error}") from error
 
 
