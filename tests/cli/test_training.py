@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trimtab_cli import ddpo, places, subcommands
 from trimtab_cli.main import main
 from trimtab_cli.subcommands import TUNED, EvaluationConfig, RunConfig, settings
+from trimtab_common import tracking
 from trimtab_diffusion import DDPOTrainer
 from trimtab_lm import (
     AutoModelForCausalLMWithValueHead,
@@ -380,6 +381,22 @@ def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
             "rewards.py is a file: which of its functions? Write rewards.py:",
         ),
         (["grpo", *REWARD[:1], "--reward=model"], "model is no reward model: it is "),
+        (["grpo", *REWARD[:1], "--reward=accuracy_reward"], "Name a function, file.py:accuracy_reward or module:"),
+        (
+            ["grpo", *REWARD[:1], "--reward=rewards.py:Scaled"],
+            "rewards.py:Scaled is a class that needs scale, shift. Write into rewards.py: reward = Scaled(scale=..., "
+            "shift=...). Then name rewards.py:reward.",
+        ),
+        (
+            ["ddpo", "--dataset=prompts.jsonl", "--reward=trimtab_diffusion.rewards:AestheticScore"],
+            "is a class that needs checkpoint. Write into rewards.py: from trimtab_diffusion.rewards import "
+            "AestheticScore; reward = AestheticScore(checkpoint=...). Then name rewards.py:reward.",
+        ),
+        (
+            ["grpo", *GRPO, "--rollout_backend_kwargs={'batchsize': 3}"],
+            "rollout_backend_kwargs sets ['batchsize']; rollout_backend='transformers' takes ['batch_size', ",
+        ),
+        (["ppo", *PPO, "--rollout_backend=vllm_server"], "needs ['servers'] in rollout_backend_kwargs"),
         (["grpo", *GRPO[:1], *GRPO[2:], *BATCH, "--reward=rewards.py:needs_more"], "needs ['more']; there are"),
         (["grpo", *GRPO[:1], *GRPO[2:], *BATCH, "--reward=rewards.py:silent"], "all returned None"),
         (["ppo", *PPO[:-1], "--max_new_tokens=5000"], "Lower max_new_tokens (5000), or leave long prompts out."),
@@ -414,6 +431,47 @@ def test_a_mistake_is_one_line_and_status_2(words, error, place, capsys):
 def test_a_file_of_rewards_that_cannot_be_run_is_one_line(text, says, place, capsys):
     Path("faulty.py").write_text(text, encoding="utf-8")
     assert says in error_of(["grpo", "--model=model", *REWARD[:1], "--reward=faulty.py:length"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "absent", "remedy"),
+    [
+        (["ppo", *PPO, "--log_with=tensorboard"], None, "PPOConfig: log_with='tensorboard' needs its package: pip in"),
+        (["sft", *COMMANDS["sft"], "--report_to=tensorboard"], None, "pip install tensorboard"),
+        (["grpo", *GRPO, "--rollout_backend=vllm"], "vllm", "pip install 'trimtab-lm[vllm]'"),
+        (["ppo", *PPO, "--rollout_backend=vllm"], "vllm", "pip install 'trimtab-lm[vllm]'"),
+        (
+            ["ddpo", "--model=pipeline", *REWARD[:1], "--reward=rewards.py:warmth", "--train_use_8bit_adam"],
+            "bitsandbytes.optim",
+            "pip install bitsandbytes",
+        ),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_a_missing_package_is_one_line_before_the_training(words, absent, remedy, place, capsys, monkeypatch):
+    tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
+    if absent is None:
+        monkeypatch.setattr(tracking, "get_available_trackers", list)
+    else:
+        monkeypatch.setitem(sys.modules, absent, None)  # makes the import fail, as for a missing package
+    line = error_of([words[0], "--model=model", *words[1:]], capsys)
+    assert line.startswith(f"trimtab {words[0]}: error: ")
+    assert remedy in line
+
+
+def test_a_class_of_rewards_makes_the_function(place):
+    assert subcommands.named("rewards.py:Length")(completions=["a", "the"]) == [1.0, 3.0]
+
+
+def test_a_name_of_the_hub_may_begin_like_a_folder(place, monkeypatch):
+    monkeypatch.setattr(places, "HF_HUB_CACHE", str(place))
+    for folder in ("Qwen", "models--Qwen--Qwen3-0.6B", "datasets--Qwen--questions"):
+        Path(folder).mkdir()
+    for name in ("Qwen/Qwen3-0.6B", "Qwen/questions"):
+        places.refuse_missing_path(name)
+    for name in ("Qwen/Qwen3-0.7B", "Qwen/no such name", "models--Qwen--Qwen3-0.6B/Qwen3"):
+        with pytest.raises(ValueError, match=f"There is no file or folder {name}"):
+            places.refuse_missing_path(name)
 
 
 def test_a_module_of_the_working_directory_is_found(place, capsys):

@@ -109,14 +109,14 @@ class RewardArguments(PipelineArguments):
         return {}
 
     def function(self) -> RewardFunction:
-        """The reward function; a class is called without arguments to make one.
+        """The reward function.
 
         Raises:
             ValueError: the name is not that of a function.
         """
         if isinstance(function := named(self.reward), str):
             raise ValueError(f"reward={self.reward} is no function. Write file.py:function or module:function.")
-        return function() if isinstance(function, type) else function
+        return function
 
 
 @dataclass(kw_only=True)

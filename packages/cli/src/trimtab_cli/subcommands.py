@@ -1,6 +1,7 @@
 """Shared parts of the training subcommands: settings, models, data and rewards by name, one-line errors."""
 
 import difflib
+import inspect
 import os
 import sys
 import traceback
@@ -31,7 +32,7 @@ from trimtab_common.sealing import CheckpointError, latest_checkpoint
 from trimtab_lm.data.prompts import open_dataset
 from trimtab_lm.tokens.positions import Positions
 
-from .places import refuse_missing_path
+from .places import is_on_hub, refuse_missing_path
 from .rows import columns_of_words, recognized, tokenizer_of, with_columns
 
 TUNED: dict[str, dict[str, object]] = {
@@ -207,7 +208,17 @@ class RewardsConfig:
     )
 
     def functions(self) -> list[Any]:
-        """The reward functions, and the names of reward models."""
+        """The reward functions, and the names of reward models.
+
+        Raises:
+            ValueError: a name is neither that of a function nor of a reward model.
+        """
+        for name in self.reward:
+            if not (":" in name or "/" in name or Path(name).exists() or is_on_hub(name)):
+                raise ValueError(
+                    f"reward={name}: there is no such folder or model of the hub. Name a function, file.py:{name} or "
+                    f"module:{name}, or a reward model."
+                )
         return [named(name) for name in self.reward]
 
 
@@ -314,8 +325,11 @@ def chat_with(folder: str | None, run: RunConfig) -> str:
 def named(name: str) -> Callable[..., Any] | str:
     """The function that `file.py:function` or `module:function` names; a name without a colon, as it is.
 
+    A class is called without arguments to make the function.
+
     Raises:
-        ValueError: there is no such file, folder, module or function, or the file or module raises an error.
+        ValueError: there is no such file, folder, module or function, the file or module raises an error, or a class
+            needs arguments.
     """
     source, colon, function = name.rpartition(":")
     if not colon:
@@ -327,7 +341,22 @@ def named(name: str) -> Callable[..., Any] | str:
     if not callable(value := members.get(function)):
         near = difflib.get_close_matches(function, [one for one, other in members.items() if callable(other)], n=1)
         raise ValueError(f"{source} has no function {function!r}.{f' Did you mean {near[0]}?' if near else ''}")
-    return cast(Callable[..., Any], value)
+    return _instance(value, name) if isinstance(value, type) else cast(Callable[..., Any], value)
+
+
+def _instance(kind: type, name: str) -> Callable[..., Any]:
+    """An instance of a class of functions, which `name` names."""
+    parameters = inspect.signature(kind).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if needed := [one.name for one in parameters if one.default is one.empty and one.kind not in variable]:
+        source = name.rpartition(":")[0]
+        is_file, call = source.endswith(".py"), f"{kind.__name__}({', '.join(f'{each}=...' for each in needed)})"
+        file, line = (source, "") if is_file else ("rewards.py", f"from {source} import {kind.__name__}; ")
+        raise ValueError(
+            f"{name} is a class that needs {', '.join(needed)}. Write into {file}: {line}reward = {call}. Then name "
+            f"{file}:reward."
+        )
+    return cast(Callable[..., Any], kind())
 
 
 def keep_pipes_quiet() -> None:
@@ -359,12 +388,13 @@ def _members_of(source: str) -> Mapping[str, Any]:
 
 @contextmanager
 def errors_in_one_line(
-    name: str, kinds: tuple[type[Exception], ...] = (ValueError, OSError, DatasetsError, CheckpointError)
+    name: str, kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, DatasetsError, CheckpointError)
 ) -> Iterator[None]:
     """End the program with status 2 and one line at an error that the user can correct.
 
     Args:
-        kinds: kinds of errors; by default those of settings, models, data and checkpoints that cannot be used.
+        kinds: kinds of errors; by default those of settings, models, data and checkpoints that cannot be used, and of
+            packages that are missing.
     """
     try:
         yield
