@@ -101,6 +101,23 @@ MISTAKES = [
     ("sft", "--lerning_rate=1", "--lerning_rate is not a setting. Did you mean learning_rate?"),
     ("sft", "--sft.max_lenght=1", "--sft.max_lenght is not a setting. Did you mean sft.max_length?"),
     ("ppo", "--model_name=x", "--model_name is not a setting. Did you mean model?"),
+    ("sft", "--model_revision=x", "--model_revision is not a setting. Did you mean model_init_kwargs.revision?"),
+    (
+        "dpo",
+        "--attn_implementation=x",
+        "--attn_implementation is not a setting. Did you mean model_init_kwargs.attn_implementation?",
+    ),
+    (
+        "sft",
+        "--lora_dropout=0.1",
+        "--lora_dropout is not a setting of the command line. Train in Python, with peft_config=LoraConfig(...).",
+    ),
+    (
+        "ddpo",
+        "--attn_implementation=x",
+        "--attn_implementation is not a setting of the command line. Train in Python, "
+        "with a model that from_pretrained loads with it.",
+    ),
     ("ddpo", "--zzzzzz", "--zzzzzz is not a setting. --help lists the names."),
     ("memory", "--modle=x", "--modle is not a setting. Did you mean model?"),
     ("dpo", "stray", "'stray' belongs to no flag. Write --name=value; --help lists the names."),

@@ -71,9 +71,8 @@ def check_backend(name: str, options: Mapping[str, Any]) -> None:
     known = [each for each in parameters if each not in ("settings", "tokenizer", "return_logprobs", "seed")]
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"rollout_backend_kwargs sets {unknown}; rollout_backend={name!r} takes {known}.")
-    if missing := [
-        each for each in known if parameters[each].default is inspect.Parameter.empty and each not in options
-    ]:
+    needed = [each for each in known if parameters[each].default is inspect.Parameter.empty]
+    if missing := sorted(set(needed) - set(options)):
         raise ValueError(
             f"rollout_backend={name!r} needs {missing} in rollout_backend_kwargs, such as "
             "{'servers': ['http://localhost:8000']}."
