@@ -46,16 +46,11 @@ SYNONYMS = {
     "gradient_checkpointing_use_reentrant": "gradient_checkpointing_kwargs.use_reentrant",
 }
 """Names in the commands of other libraries, and ours; a name with a dot is an entry of a dict."""
-_ADAPTERS = (
-    "lora_dropout",
-    "lora_modules_to_save",
-    "lora_target_parameters",
-    "lora_task_type",
-    "use_rslora",
-    "use_dora",
-)
 ONLY_IN_PYTHON = {
-    **dict.fromkeys(_ADAPTERS, "Train in Python, with peft_config=LoraConfig(...)."),
+    **dict.fromkeys(
+        ("lora_dropout", "lora_modules_to_save", "lora_target_parameters", "use_rslora", "use_dora"),
+        "Train in Python, with peft_config=LoraConfig(...).",
+    ),
     **dict.fromkeys(
         ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant"),
         "Train in Python, with model_init_kwargs={'quantization_config': BitsAndBytesConfig(...)}.",
