@@ -58,13 +58,15 @@ TUNED: dict[str, dict[str, object]] = {
 
 PPO's are those of experiments/ziegler_2019_sentiment, at half its learning rate, for twice as many updates a step.
 """
-EVERYDAY = """
+OF_ROUNDS = """
 --help-all explains the settings that all trainers take from transformers. The everyday ones are --learning_rate,
---num_train_epochs, --max_steps, --per_device_train_batch_size, --gradient_accumulation_steps, --bf16, --seed,
---gradient_checkpointing, --eval_strategy, --save_strategy, --save_steps, --lr_scheduler_type, --warmup_steps.
+--per_device_train_batch_size, --gradient_accumulation_steps, --bf16, --seed, --gradient_checkpointing,
+--save_strategy, --save_steps, --lr_scheduler_type, --warmup_steps.
 
 Other defaults: without an accelerator dataloader_pin_memory is False; in a sweep report_to is wandb."""
-"""The end of what --help says of a trainer on transformers.Trainer."""
+"""The end of what --help says of a trainer on transformers.Trainer that trains in rounds, without an evaluation."""
+EVERYDAY = OF_ROUNDS.replace("--save_strategy", "--num_train_epochs, --max_steps, --eval_strategy, --save_strategy")
+"""The same of one that passes over its dataset."""
 UNNAMED = (
     *("config", "model", "dataset", "dataset_config", "split", "eval_dataset", "eval_dataset_config"),
     *("output_dir", "resume_from", "report_to", "log_with", "seed"),
