@@ -22,7 +22,7 @@ from trimtab_cli import ddpo, places, subcommands
 from trimtab_cli.main import main
 from trimtab_cli.subcommands import TUNED, EvaluationConfig, RunConfig, settings
 from trimtab_common import tracking
-from trimtab_diffusion import DDPOTrainer
+from trimtab_diffusion import AlignPropConfig, DDPOConfig, DDPOTrainer
 from trimtab_lm import (
     AutoModelForCausalLMWithValueHead,
     DPOConfig,
@@ -37,6 +37,8 @@ BATCH = ("--per_device_train_batch_size=2", "--max_steps=2", "--save_strategy=no
 REWARD = ("--dataset=prompts.jsonl", "--reward=rewards.py:length")
 PPO = (*REWARD, "--steps=2", "--batch_size=4", "--mini_batch_size=2", "--learning_rate=0.01", "--max_new_tokens=5")
 GRPO = (*REWARD, "--num_generations=2", "--max_completion_length=5")
+DDPO = ("--sample_batch_size=2", "--sample_num_batches_per_epoch=1", "--train_batch_size=2")
+DDPO += ("--train_gradient_accumulation_steps=1",)
 RAFT = (*REWARD, "--rounds=2", "--prompts=4", "--samples=2", "--max_new_tokens=5")
 COMMANDS = {
     "sft": ("--dataset=texts", *BATCH),
@@ -144,7 +146,7 @@ def test_a_run_is_named_by_its_flags_and_its_seed(config, words, named, place, m
     monkeypatch.setenv("WANDB_JOB_TYPE", "evaluation")
     argv = ["--model=model", "--dataset=texts", *words]
     name, recipe = ("ppo", {"exp_name": "ppo"}) if config is PPOConfig else ("sft", {})
-    _, args = settings(name, argv, subcommands.RunConfig, config, about="", recipe={"output_dir": "out", **recipe})
+    _, args = settings(name, argv, RunConfig, config, about="", recipe={"output_dir": "out", **recipe})
     assert (args.exp_name if config is PPOConfig else args.run_name) == named
     assert os.environ["WANDB_RUN_GROUP"] == f"{name} model texts"
     assert os.environ["WANDB_JOB_TYPE"] == "evaluation"
@@ -177,9 +179,9 @@ def test_an_evaluation_takes_another_dataset_and_both_may_have_configurations(pl
 def test_ddpo_trains_a_pipeline_on_the_prompts_of_a_file(reward, place, capsys):
     tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     write_rows("drawings.jsonl", [{"prompt": f"a {word}", "hue": "warm"} for word in ("red", "blue")])
-    sizes = ("--sample_num_steps=2", "--sample_batch_size=2", "--train_batch_size=2", "--sample_guidance_scale=1")
+    sizes = ("--sample_num_steps=2", "--sample_guidance_scale=1", *DDPO)
     words = ("--dataset=drawings.jsonl", f"--reward=rewards.py:{reward}", "--num_epochs=1", "--mixed_precision=no")
-    first, last = run("ddpo", *words, *sizes, capsys=capsys, model="pipeline")
+    _, first, last = run("ddpo", *words, *sizes, capsys=capsys, model="pipeline")
     assert first.startswith("epoch 1 of 1 | reward_mean ")
     assert last == 'The model is in runs/ddpo. Load it: pipeline.load_lora_weights("runs/ddpo")'
     assert Path("runs/ddpo/pytorch_lora_weights.safetensors").exists()
@@ -189,7 +191,7 @@ def test_ddpo_evaluates_on_the_prompts_of_another_file(place, capsys, monkeypatc
     tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     for name, words in {"drawings": ("red",), "held-out": ("green", "blue")}.items():
         write_rows(f"{name}.jsonl", [{"prompt": f"a {word}", "hue": "warm"} for word in words])
-    sizes = ("--sample_num_steps=2", "--sample_batch_size=2", "--train_batch_size=2", "--sample_guidance_scale=1")
+    sizes = ("--sample_num_steps=2", "--sample_guidance_scale=1", *DDPO)
     words = ("--dataset=drawings.jsonl", "--reward=rewards.py:redness", "--num_epochs=1", "--mixed_precision=no")
     evaluation = ("--eval_dataset=held-out.jsonl", "--eval_freq=1", "--eval_num_steps=4")
     evaluated, evaluate = [], DDPOTrainer.evaluate
@@ -213,9 +215,9 @@ def test_nft_trains_a_pipeline_on_the_prompts_of_a_file(place, capsys):
 def test_align_prop_follows_the_gradient_of_a_reward(place, capsys):
     tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     Path("drawings.txt").write_text("a red cat\na blue dog\n")
-    sizes = ("--sample_num_steps=2", "--train_batch_size=2", "--sample_guidance_scale=1")
+    sizes = ("--sample_num_steps=2", "--sample_guidance_scale=1", *DDPO[2:])
     words = ("--dataset=drawings.txt", "--reward=rewards.py:warmth", "--num_epochs=1", "--mixed_precision=no")
-    first, last = run("align-prop", *words, *sizes, capsys=capsys, model="pipeline")
+    _, first, last = run("align-prop", *words, *sizes, capsys=capsys, model="pipeline")
     assert first.startswith("epoch 1 of 1 | reward_mean ")
     assert last == 'The model is in runs/align-prop. Load it: pipeline.load_lora_weights("runs/align-prop")'
     assert Path("runs/align-prop/pytorch_lora_weights.safetensors").exists()
@@ -239,7 +241,6 @@ def test_prompts_that_cannot_be_used_end_in_one_line_before_the_pipeline_is_load
     Path("good.txt").write_text("a red cat\n")
     Path(file).write_text(text)
     words = ("--dataset=good.txt", f"--{flag}={file}", "--reward=rewards.py:warmth", "--mixed_precision=no")
-    words += ("--sample_batch_size=1", "--sample_num_batches_per_epoch=1", "--train_batch_size=1")
     assert message in error_of(["ddpo", "--model=model", *words], capsys)
 
 
@@ -308,14 +309,14 @@ def test_a_reward_that_cannot_be_used_ends_in_one_line(place, capsys, command, r
     tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     Path("drawings.txt").write_text("a red cat\na blue dog\n")
     sizes = {
-        "align-prop": ("--train_batch_size=2",),
+        "align-prop": DDPO[2:],
         "nft": (
             "--sample_batch_size=2",
             "--group_size=2",
             "--train_gradient_accumulation_steps=1",
             "--train_batch_size=2",
         ),
-        "ddpo": ("--sample_batch_size=2", "--train_batch_size=2", "--sample_num_batches_per_epoch=1"),
+        "ddpo": DDPO,
     }
     words = ("--dataset=drawings.txt", f"--reward=rewards.py:{reward}", "--num_epochs=1", "--mixed_precision=no")
     steps = ("--sample_num_steps=2", "--sample_guidance_scale=1")
@@ -504,7 +505,7 @@ def test_an_interrupted_program_ends_by_the_signal_so_that_a_shells_loop_ends():
 def test_a_checkpoint_that_is_not_there_is_one_line_for_a_pipeline(place, capsys):
     tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     Path("drawings.txt").write_text("a red cat\n")
-    words = ("--dataset=drawings.txt", "--reward=rewards.py:redness", "--sample_batch_size=2", "--train_batch_size=2")
+    words = ("--dataset=drawings.txt", "--reward=rewards.py:redness")
     line = error_of(["ddpo", "--model=pipeline", *words, "--resume_from=nope"], capsys)
     assert line.startswith("trimtab ddpo: error: resume_from='nope': does not exist.")
 
@@ -546,14 +547,16 @@ def test_a_hub_that_does_not_answer_ends_the_command_at_once(words, need, place,
 @pytest.mark.parametrize("name", TUNED)
 def test_a_training_prints_the_defaults_that_it_chose(name, place, capsys):
     kinds = {"sft": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "kto": KTOConfig, "ppo": PPOConfig}
-    argv = ["--model=model", "--dataset=texts", "--learning_rate=3e-4"]
-    recipe = {"output_dir": "out"}
-    *_, config = settings(name, argv, subcommands.RunConfig, kinds[name], about="", recipe=recipe)
-    changed = TUNED[name] | {"learning_rate": 3e-4}
+    pipelines = {"ddpo": DDPOConfig, "align-prop": AlignPropConfig}
+    kind = (kinds | pipelines)[name]
+    data, flag = (ddpo.PipelineArguments, "train_batch_size") if name in pipelines else (RunConfig, "learning_rate")
+    changed = TUNED[name] | {flag: 8 if name in pipelines else 3e-4}
+    argv = ["--model=model", "--dataset=texts", f"--{flag}={changed[flag]}"]
+    *_, config = settings(name, argv, data, kind, about="", recipe={"output_dir": "out"})
     assert {each: getattr(config, each) for each in changed} == changed
     (line,) = capsys.readouterr().out.splitlines()
     assert line == "Settings: " + ", ".join(f"{each} {changed[each]}" for each in TUNED[name])
-    assert kinds[name]("other").learning_rate != TUNED[name]["learning_rate"] or name == "ppo"
+    assert any(getattr(kind("other"), each) != value for each, value in TUNED[name].items())
 
 
 def test_a_file_that_is_no_json_is_named_with_its_fault(place, capsys):

@@ -53,10 +53,18 @@ TUNED: dict[str, dict[str, object]] = {
         "kl_gain": 2.0,
         "horizon": 96.0,
     },
+    "ddpo": {
+        "sample_batch_size": 4,
+        "sample_num_batches_per_epoch": 16,
+        "train_batch_size": 4,
+        "train_gradient_accumulation_steps": 8,
+    },
+    "align-prop": {"train_batch_size": 4, "train_gradient_accumulation_steps": 8},
 }
 """Defaults of subcommands in place of those of the configurations, which scripts of 2024 depend on.
 
 PPO's are those of experiments/ziegler_2019_sentiment, at half its learning rate, for twice as many updates a step.
+Updates of DDPO and AlignProp take 32 images; those of the configurations take 1.
 """
 OF_ROUNDS = """
 --help-all explains the settings that all trainers take from transformers. The everyday ones are --learning_rate,
