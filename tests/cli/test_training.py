@@ -362,7 +362,7 @@ def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
     [
         (["dpo", "--dataset=pairs", "--betta=3"], "--betta is not a setting. Did you mean beta?"),
         (["dpo", "--dataset=pairs", "--config=no.yaml"], "no.yaml: No such file or directory."),
-        (["dpo", "--dataset=pairs", "--output_dir"], "--output_dir: 'True' came in, str | None is needed"),
+        (["dpo", "--dataset=pairs", "--output_dir"], "--output_dir: got 'True', expected str | None"),
         (["dpo"], "RunConfig needs a value for --dataset."),
         (["dpo", "--dataset=texts"], "DPO cannot read a dataset with the columns ['text']. It needs one of"),
         (["dpo", "--dataset=pairs/none.jsonl"], "There is no file or folder pairs/none.jsonl."),

@@ -216,7 +216,7 @@ def _coerce(section: _Section, field: str, path: list[str], words: list[object],
     shown, text = ".".join([field, *path]), " ".join(str(word) for word in words)
     # The most specific problem lies deepest inside the value; of several as deep, the likeliest reading's is the first.
     why = f" ({max(problems, key=lambda problem: len(problem['loc']))['msg']})" if problems else ""
-    raise ConfigError(f"{prefix}{shown}: {text!r} came in, {type_name(section.hints[field])} is needed{why}.")
+    raise ConfigError(f"{prefix}{shown}: got {text!r}, expected {type_name(section.hints[field])}{why}.")
 
 
 def _nest(section: _Section, field: str, path: list[str], value: object) -> object:
