@@ -373,6 +373,7 @@ def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
         (["grpo", *REWARD[:1]], "RewardsConfig needs a value for --reward."),
         (["grpo", *REWARD[:1], "--reward=rewards.py:lenght"], "no function 'lenght'. Did you mean length?"),
         (["grpo", *REWARD[:1], "--reward=rewards.py:wrong"], "rewards.py has no function 'wrong'."),
+        (["grpo", *REWARD[:1], "--reward=email.message:Message"], "email.message has no function 'Message'."),
         (["grpo", *REWARD[:1], "--reward=rewardz.py:length"], "There is no file rewardz.py."),
         (["grpo", *REWARD[:1], "--reward=no_module:length"], "There is no module 'no_module'."),
         (["grpo", *REWARD[:1], "--reward=email.no_module:length"], "There is no module 'email.no_module'."),

@@ -348,8 +348,10 @@ def named(name: str) -> Callable[..., Any] | str:
             raise ValueError(f"{name} is a file: which of its functions? Write {name}:function.")
         return name
     members = _members_of(source)
-    if not callable(value := members.get(function)):
-        near = difflib.get_close_matches(function, [one for one, other in members.items() if callable(other)], n=1)
+    value = members.get(function)
+    if not callable(value) or (isinstance(value, type) and "__call__" not in dir(value)):
+        others = [one for one, other in members.items() if callable(other) and one != function]
+        near = difflib.get_close_matches(function, others, n=1)
         raise ValueError(f"{source} has no function {function!r}.{f' Did you mean {near[0]}?' if near else ''}")
     return _instance(value, name) if isinstance(value, type) else cast(Callable[..., Any], value)
 
