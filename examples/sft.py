@@ -5,7 +5,7 @@ max_length tokens of consecutive sections.
 
     python examples/sft.py             # a few minutes on two cores; --help lists every setting
     python examples/sft.py --smoke     # four small steps
-    python examples/sft.py --model gpt2 --dataset wikitext --max_length 512
+    python examples/sft.py --model gpt2 --dataset stanfordnlp/imdb --max_length 512
 
 You see the loss on held-out text fall, in nats per token, and what the model writes after it.
 """

@@ -41,6 +41,14 @@ class Redness:
     def __call__(self, images, prompts, metadata):
         return redness(images, prompts, metadata)
 
+class Length:
+    def __call__(self, completions, **columns):
+        return [float(len(text)) for text in completions]
+
+class Scaled:
+    def __init__(self, scale, *, shift, power=1):
+        pass
+
 wrong = 3
 """
 WORDS = ("a dog", "the cat", "one bird", "two fish", "my cow", "a pig", "the hen", "big ox")

@@ -2,13 +2,14 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 
-from trimtab_cli.chat import Speaker
+from trimtab_cli.chat import Speaker, lines
 from trimtab_cli.main import main
 from trimtab_lm import AutoModelForCausalLMWithValueHead
 
@@ -84,6 +85,22 @@ def test_a_chat_template_gives_the_model_the_conversation(place):
     assert speaker.answer("why", greedy) == continuation(model, f"s be kind.u hi.a {first}.u why.a ", 4)
     speaker.forget()
     assert speaker.answer("hi", greedy) == first
+
+
+def test_a_terminal_shows_a_prompt(monkeypatch, capsys):
+    typed, prompts = ["the cat", "a dog"], []
+
+    def answer(prompt):
+        prompts.append(prompt)
+        if not typed:
+            raise EOFError
+        return typed.pop(0)
+
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", answer)
+    assert list(lines()) == ["the cat", "a dog"]
+    assert prompts == ["> "] * 3
+    assert capsys.readouterr().out == "\n"
 
 
 def test_a_line_that_is_too_long_leaves_the_talk_open(chat, capsys):

@@ -49,6 +49,14 @@ def test_the_help_of_a_training_begins_with_an_example_and_what_it_needs(name, c
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_the_everyday_settings_of_a_subcommand_have_an_effect_there(capsys):
+    without_effect = {"--num_train_epochs", "--max_steps", "--eval_strategy"}
+    assert all(name in help_of(capsys, "dpo", "--help")[0] for name in without_effect)
+    text, _ = help_of(capsys, "iterative-sft", "--help")
+    assert "--lr_scheduler_type" in text
+    assert not any(name in text for name in without_effect)
+
+
 def test_inherited_settings_are_behind_help_all(capsys):
     inherited = {field.name for field in fields(TrainingArguments) if field.init}
     ours = {field.name for field in fields(DPOConfig)} - inherited

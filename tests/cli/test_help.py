@@ -103,6 +103,23 @@ MISTAKES = [
     ("ppo", "--model_name=x", "--model_name is not a setting. Did you mean model?"),
     ("ppo", "--bf16", "--bf16 is not a setting. Did you mean accelerator_kwargs.mixed_precision?"),
     ("ddpo", "--bf16", "--bf16 is not a setting. Did you mean mixed_precision?"),
+    ("sft", "--model_revision=x", "--model_revision is not a setting. Did you mean model_init_kwargs.revision?"),
+    (
+        "dpo",
+        "--attn_implementation=x",
+        "--attn_implementation is not a setting. Did you mean model_init_kwargs.attn_implementation?",
+    ),
+    (
+        "sft",
+        "--lora_dropout=0.1",
+        "--lora_dropout is not a setting of the command line. Train in Python, with peft_config=LoraConfig(...).",
+    ),
+    (
+        "ddpo",
+        "--attn_implementation=x",
+        "--attn_implementation is not a setting of the command line. Train in Python, "
+        "with a model that from_pretrained loads with it.",
+    ),
     ("ddpo", "--zzzzzz", "--zzzzzz is not a setting. --help lists the names."),
     ("memory", "--modle=x", "--modle is not a setting. Did you mean model?"),
     ("dpo", "stray", "'stray' belongs to no flag. Write --name=value; --help lists the names."),

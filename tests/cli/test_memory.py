@@ -71,6 +71,20 @@ def test_a_reference_is_the_weights_again_and_a_critic_the_whole_training():
     assert memory(size, engine, MemoryConfig("llama", reference=True, lora_rank=4)).reference == 0
 
 
+def test_dpo_kto_and_ppo_hold_a_reference_unless_the_user_says_otherwise():
+    trainers = ("sft", "reward", "dpo", "kto", "grpo", "ppo")
+    holding = [name for name in trainers if MemoryConfig("llama", trainer=name).holds_reference]
+    assert holding == ["dpo", "kto", "ppo"]
+    assert not MemoryConfig("llama", trainer="dpo", reference=False).holds_reference
+    assert not MemoryConfig("llama", trainer="dpo", lora_rank=4).holds_reference
+    assert MemoryConfig("llama", trainer="grpo", reference=True).holds_reference
+
+
+def test_more_answer_tokens_than_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"scored=9 answer tokens are more than the tokens=8 of a micro-batch"):
+        MemoryConfig("llama", tokens=8, scored=9)
+
+
 def activations(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> int:
     config = MemoryConfig("llama", **{"tokens": 4 * 64, "length": 64, "scored": 8, "checkpointing": False} | settings)
     return size_of(LLAMA, config).activations[dtype]
@@ -118,7 +132,8 @@ def test_checkpointing_keeps_less_and_a_mask_of_answers_more():
 def test_the_command_prints_a_row_for_each_engine(tmp_path, capsys):
     (file := tmp_path / "config.json").write_text(LLAMA.to_json_string())
     assert main(["--model", str(file), "--gpus", "4"]) == 0
-    _, head, *rows = capsys.readouterr().out.splitlines()
+    title, head, *rows = capsys.readouterr().out.splitlines()
+    assert title == f"{file} on 4 GPUs, GiB on each:"
     assert head.split() == ["engine", *Memory._fields, "total"]
     assert [row.split()[0] for row in rows] == ["DDP", "ZeRO-2", "ZeRO-3", "FSDP2"]
     assert float(rows[0].split()[1]) == round(4 * size_of(LLAMA, MemoryConfig("llama")).parameters / GIB, 1)
@@ -136,6 +151,12 @@ def test_by_default_the_weights_have_the_type_that_the_trainers_load(tmp_path, c
     assert weights() == weights("--lora_rank=2", "--trainer=reward") == "2.0"
     assert weights("--lora_rank=2") == weights("--weights=bfloat16") == "1.0"
     assert weights("--lora_rank=2", "--weights=float32") == "2.0"
+
+
+def test_one_gpu_is_one(tmp_path, capsys):
+    (file := tmp_path / "config.json").write_text(LLAMA.to_json_string())
+    assert main(["--model", str(file), "--gpus", "1"]) == 0
+    assert capsys.readouterr().out.startswith(f"{file} on 1 GPU, GiB on it:\n")
 
 
 def test_the_command_says_in_a_line_that_there_is_no_such_model(tmp_path, capsys):

@@ -74,6 +74,41 @@ def test_a_question_is_a_message_with_a_template_and_a_line_without():
     assert row["completion"] == [{"role": "assistant", "content": "3"}]
 
 
+def test_alpacas_columns_win_over_its_text():
+    row = {"instruction": "Add.", "input": "", "output": "3", "text": "Below is an instruction. Add. 3"}
+    (row,) = recognized(Dataset.from_list([row]), tiny.tokenizer)
+    assert (row["prompt"], row["completion"]) == ("Add.\n", "3")
+    rows = Dataset.from_list([{"question": "Add.", "answer": "3", "text": "A text."}])
+    assert recognized(rows, tiny.tokenizer) is rows
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Add.", "chosen": "3", "rejected": "4"},
+        {
+            "conversations": [{"from": "human", "value": "Add."}],
+            "chosen": {"from": "gpt", "value": "3"},
+            "rejected": {"from": "gpt", "value": "4"},
+        },
+    ],
+)
+def test_a_system_column_is_a_system_message(row):
+    rows = Dataset.from_list([{**row, "system": "Be brief."}, {**row, "system": ""}, {**row, "system": None}])
+    first, *others = recognized(rows, lambda: tiny.tokenizer(chat_template="{{ messages }}"))
+    asked = [{"role": "user", "content": "Add."}]
+    assert first["prompt"] == [{"role": "system", "content": "Be brief."}, *asked]
+    assert [each["prompt"] for each in others] == [asked, asked]
+
+
+def test_a_system_column_without_a_chat_template_is_refused():
+    rows = Dataset.from_list([{"question": "Add.", "answer": "3", "system": "Be brief."}])
+    with pytest.raises(ValueError, match=r"system message 'Be brief\.', and the tokenizer has no chat template"):
+        recognized(rows, tiny.tokenizer)
+    (row,) = recognized(with_columns(rows, {"unused": "system"}), tiny.tokenizer)
+    assert row["prompt"] == "Add.\n"
+
+
 def test_rows_that_trainers_read_stay_as_they_are():
     rows = Dataset.from_list([{"prompt": "a", "completion": "b", "question": "c", "answer": "d"}])
     assert recognized(rows, tiny.tokenizer) is rows

@@ -471,8 +471,8 @@ def test_mistakes_are_named(tmp_path, monkeypatch):
         check_tracker_name("mlfow")
     with monkeypatch.context() as patch:
         patch.setattr(tracking, "get_available_trackers", lambda: ["wandb"])
-        with pytest.raises(ImportError, match="pip install mlflow"):
-            start_tracking("mlflow", project="p", config={}, folder=tmp_path)
+        with pytest.raises(ImportError, match="log_with='mlflow' needs its package: pip install mlflow"):
+            check_tracker_name("mlflow")
     with start_tracking("tensorboard", project="p", config={}, folder=tmp_path) as tracker:
         with pytest.raises(ValueError, match=r"stats\['loss'\] is 'high'"):
             tracker.log({"loss": "high"}, 3)

@@ -150,6 +150,20 @@ def test_files_that_cannot_be_read_are_named(file, text, message, tmp_path):
         open_dataset(str(tmp_path / file))
 
 
+def test_a_dataset_with_several_configurations_needs_the_name_of_one(tmp_path):
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files: main.jsonl\n"
+        "- config_name: other\n  data_files: other.jsonl\n---\n"
+    )
+    for name in ("main", "other"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"query": name}))
+        assert open_dataset(str(tmp_path), config=name)["query"] == [name]
+    with pytest.raises(ValueError, match=r"has the configurations \['main', 'other'\]. Name one: --dataset_config"):
+        open_dataset(str(tmp_path))
+    with pytest.raises(ValueError, match="has no configurations, and 'main' came"):
+        open_dataset(str(tmp_path / "main.jsonl"), config="main")
+
+
 def test_ids_become_tensors_of_their_own_lengths():
     from trimtab_lm.data.prompts import collate_columns
 

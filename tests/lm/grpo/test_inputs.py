@@ -106,7 +106,9 @@ def test_a_reward_function_that_needs_a_column_that_is_not_there(make):
 
 
 def test_settings_that_the_sampler_does_not_have(make):
-    with pytest.raises(TypeError, match=r"sets \['batchsize'\]; transformers' generate takes \['batch_size', "):
+    with pytest.raises(
+        ValueError, match=r"sets \['batchsize'\]; rollout_backend='transformers' takes \['batch_size', "
+    ):
         make(rollout=None, rollout_backend_kwargs={"batchsize": 3})
 
 

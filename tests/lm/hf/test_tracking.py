@@ -15,6 +15,7 @@ from datasets import Dataset
 from tests.lm import tiny
 from transformers import TrainerCallback
 
+from trimtab_common import tracking
 from trimtab_lm.hf.tracking import Tables
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 
@@ -116,6 +117,13 @@ def test_files_that_are_deleted_during_a_run_are_one_warning(tmp_path, monkeypat
 
 
 @pytest.mark.slow
+def test_a_tracker_without_its_package_is_refused_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["wandb"])
+    with pytest.raises(ImportError, match="report_to='tensorboard' needs its package: pip install tensorboard"):
+        SFTConfig(str(tmp_path), use_cpu=True, report_to=["wandb", "tensorboard"])
+    assert SFTConfig(str(tmp_path), use_cpu=True, report_to="wandb").report_to == ["wandb"]
+
+
 def test_a_run_without_a_tracker_imports_no_wandb(tmp_path):
     program = PROGRAM.replace('report_to="wandb"', 'report_to="none"') + "assert 'wandb' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)

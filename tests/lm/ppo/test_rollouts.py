@@ -151,5 +151,11 @@ def test_settings_beside_a_rollout_are_refused():
         tiny.ppo(arguments={"rollout": Recorder()}, rollout_backend="vllm")
     with pytest.raises(ValueError, match="rollout_backend='sglang' is none of transformers, continuous_batching, vllm"):
         tiny.ppo(rollout_backend="sglang")
+    with pytest.raises(ValueError, match=r"sets \['pages', 'seed'\]; rollout_backend='continuous_batching' takes"):
+        tiny.ppo(rollout_backend="continuous_batching", rollout_backend_kwargs={"seed": 1, "pages": 3})
+    with pytest.raises(
+        ValueError, match=r"rollout_backend='vllm_server' needs \['servers'\] in rollout_backend_kwargs"
+    ):
+        tiny.ppo(rollout_backend="vllm_server")
     with pytest.raises(ValueError, match="rollout_backend_kwargs needs a rollout_backend other than transformers"):
         tiny.ppo(rollout_backend_kwargs={"batch_size": 2})

@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         names = {"": flags.model} if flags.reference is None else {"model": flags.model, "reference": flags.reference}
         speakers = {name: Speaker.load(source, flags.system) for name, source in names.items()}
     heat = {"do_sample": True, "temperature": flags.temperature} if flags.temperature else {"do_sample": False}
-    for line in filter(None, map(str.strip, sys.stdin)):
+    for line in filter(None, map(str.strip, lines())):
         for name, speaker in speakers.items():
             if line == "/new":
                 speaker.forget()
@@ -64,6 +65,17 @@ def main(argv: Sequence[str]) -> int:
             except ValueError as error:  # of a conversation that is too long for the model
                 print(f"{PROGRAM}: {error} /new begins another conversation.", file=sys.stderr)
     return 0
+
+
+def lines() -> Iterator[str]:
+    """The lines of stdin, after a prompt at a terminal."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with suppress(EOFError):
+        while True:
+            yield input("> ")
+    print()  # the shell's prompt comes on a line of its own
 
 
 @dataclass

@@ -65,6 +65,7 @@ class PipelineArguments:
 
     model: str = setting("Hub id or folder of a diffusers pipeline.")
     dataset: str = setting("Hub id, folder or file of the rows.")
+    dataset_config: str | None = setting("Configuration of a hub dataset that has several.", default=None)
     split: str = setting("Split of the dataset, or a part of it.", default="train")
     lora_rank: CountFromZero = setting("Train LoRA adapters of this rank. 0: all weights of the denoiser.", default=4)
     output_dir: str = setting("Folder of the model, of checkpoints and of the tracker's files.", default="runs")
@@ -86,7 +87,7 @@ class PairArguments(PipelineArguments):
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the trainer takes after its config, by position and by name."""
-        pairs = pairs_of(self.dataset, self.split)
+        pairs = pairs_of(self.dataset, self.split, self.dataset_config)
         return (self.pipeline(), pairs), {}
 
 
@@ -99,7 +100,8 @@ class RewardArguments(PipelineArguments):
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the trainer takes after its config, by position and by name."""
-        function, prompts, options = self.function(), prompts_of(self.dataset, self.split), self.options()
+        prompts = prompts_of(self.dataset, self.split, self.dataset_config)
+        function, options = self.function(), self.options()
         return (function, prompts, self.pipeline()), options
 
     def options(self) -> dict[str, Any]:
@@ -107,14 +109,14 @@ class RewardArguments(PipelineArguments):
         return {}
 
     def function(self) -> RewardFunction:
-        """The reward function; a class is called without arguments to make one.
+        """The reward function.
 
         Raises:
             ValueError: the name is not that of a function.
         """
         if isinstance(function := named(self.reward), str):
             raise ValueError(f"reward={self.reward} is no function. Write file.py:function or module:function.")
-        return function() if isinstance(function, type) else function
+        return function
 
 
 @dataclass(kw_only=True)
@@ -122,6 +124,7 @@ class DDPOArguments(RewardArguments):
     """The pipeline that trains, its prompts, those of evaluations, and its reward."""
 
     eval_dataset: str | None = setting("Prompts of evaluations (eval_freq), as for dataset.", default=None)
+    eval_dataset_config: str | None = setting("Configuration of eval_dataset, as dataset_config.", default=None)
     eval_split: str = setting("Split of eval_dataset, or a part of it.", default="train")
 
     def __post_init__(self) -> None:
@@ -133,17 +136,17 @@ class DDPOArguments(RewardArguments):
         """What the trainer takes by name."""
         if self.eval_dataset is None:
             return {}
-        rows = prompts_of(self.eval_dataset, self.eval_split)
+        rows = prompts_of(self.eval_dataset, self.eval_split, self.eval_dataset_config)
         return {"eval_prompts": [*zip(rows.prompts, rows.metadata, strict=True)]}
 
 
-def prompts_of(dataset: str, split: str) -> Prompts:
+def prompts_of(dataset: str, split: str, config: str | None = None) -> Prompts:
     """The rows of a dataset as a prompt function.
 
     Raises:
         ValueError: the dataset has no column of prompts or no rows, or a prompt is no text or blank.
     """
-    rows = open_dataset(dataset, split)
+    rows = open_dataset(dataset, split, config)
     column = next((name for name in COLUMNS if name in rows.column_names), None)
     if column is None:
         raise ValueError(
@@ -182,7 +185,7 @@ def diffusion_dpo(argv: Sequence[str]) -> int:
     return _train("diffusion-dpo", argv, PairArguments, DiffusionDPOConfig, DiffusionDPOTrainer, about=ABOUT_PAIRS)
 
 
-def pairs_of(dataset: str, split: str) -> Dataset:
+def pairs_of(dataset: str, split: str, config: str | None = None) -> Dataset:
     """The rows of pairs of pictures, all of which can be read.
 
     Raises:
@@ -198,7 +201,7 @@ def pairs_of(dataset: str, split: str) -> Dataset:
                 f"{metadata} has {columns}, and not {sorted(missing)}. Each line needs a caption and the names of two "
                 'files beside it: {"prompt": "a cat", "chosen_file_name": "1.png", "rejected_file_name": "2.png"}.'
             )
-    rows = open_dataset(dataset, split)
+    rows = open_dataset(dataset, split, config)
     check_pairs(_Readable(rows))  # as the trainer does, but before the pipeline is loaded
     return rows
 

@@ -23,7 +23,7 @@ from trimtab_diffusion.compat.trees import tree_leaves
 from trimtab_diffusion.trajectories import Trajectories
 from trimtab_lm.compat.tracing import LiveBytes, without_memory
 
-from .subcommands import errors_in_one_line
+from .subcommands import TUNED, errors_in_one_line
 from .tables import print_gib
 
 STEPS = 3
@@ -163,7 +163,7 @@ def memory(pipeline: DiffusionPipeline, config: DDPOConfig, *, lora_rank: int) -
 def main(argv: Sequence[str]) -> int:
     """Print the table of the pipeline that the words of the command line name; the exit status."""
     kinds = TrainedPipeline, DDPOConfig
-    recipe = {"exp_name": "ddpo"}  # by default the program's file, which --help would show
+    recipe = {"exp_name": "ddpo", **TUNED["ddpo"]}  # exp_name is by default the program's file, which --help would show
     run, config = parse_config(*kinds, argv=argv, description=__doc__, recipe=recipe, program="trimtab memory ddpo")
     warnings.simplefilter("ignore")
     diffusers.utils.logging.set_verbosity_error()

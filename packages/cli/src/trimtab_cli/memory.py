@@ -55,16 +55,29 @@ class MemoryConfig:
         default=None,
     )
     lora_rank: CountFromZero = setting("Train adapters of this rank on all linear layers. 0: all weights.", default=0)
-    reference: bool = setting("Hold a frozen copy as the reference; adapters need none.", default=False)
+    reference: bool | None = setting(
+        "Hold a frozen copy as the reference; adapters need none. None: in dpo, kto and ppo.", default=None
+    )
     critic: bool = setting("Train a second model of this size as PPO's separate critic.", default=False)
     tokens: Count = setting("Tokens of a micro-batch on one GPU.", default=8192)
-    length: Count = setting("Tokens of a document of it, or of a prompt and its answers.", default=2048)
-    scored: CountFromZero = setting("Tokens of it that are answers. 0: all.", default=0)
+    length: Count = setting("Tokens per document, or of a prompt with its answers.", default=2048)
+    scored: CountFromZero = setting("Answer tokens per micro-batch. 0: all.", default=0)
     answers: Count = setting("Answers of a prompt: grpo's num_generations.", default=8)
     checkpointing: bool = setting("Compute activations again in backward (activation checkpointing).", default=True)
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.scored > self.tokens:
+            raise ValueError(
+                f"scored={self.scored} answer tokens are more than the tokens={self.tokens} of a micro-batch. Lower "
+                "scored, or raise tokens."
+            )
+
+    @property
+    def holds_reference(self) -> bool:
+        """Whether a GPU holds a frozen copy of the model; with adapters there is none."""
+        is_held = self.trainer in ("dpo", "kto", "ppo") if self.reference is None else self.reference
+        return is_held and not self.lora_rank
 
 
 class ModelSize(NamedTuple):
@@ -223,7 +236,7 @@ def memory(size: ModelSize, engine: Engine, config: MemoryConfig) -> Memory:
         weights,
         gradients,
         optimizer,
-        reference=weights if config.reference and not config.lora_rank else 0,
+        reference=weights if config.holds_reference else 0,
         critic=weights + gradients + optimizer if config.critic else 0,
         gathered=torch.bfloat16.itemsize * GATHERED_LAYERS * size.largest_layer if is_sharded else 0,
         activations=size.activations[torch.float32 if autocasts else torch.bfloat16] * (1 + config.critic),
@@ -248,6 +261,7 @@ def main(argv: Sequence[str]) -> int:
             config.weights = "bfloat16"
         size = size_of(model, config)
     chosen = {name: engine for name, engine in engines(config).items() if (name == "one GPU") == (config.gpus == 1)}
-    print(f"{config.model} on {config.gpus} GPUs, GiB on each:")
+    where = "1 GPU, GiB on it" if config.gpus == 1 else f"{config.gpus} GPUs, GiB on each"
+    print(f"{config.model} on {where}:")
     print_gib(["engine", *Memory._fields], [(name, memory(size, engine, config)) for name, engine in chosen.items()])
     return 0

@@ -73,7 +73,7 @@ def values_of(lines: Iterable[tuple[str, object]], classes: Collection[str]) -> 
 
 def refuse_absent(settings: Mapping[str, object]) -> None:
     """Raise ValueError for a model or a dataset that does not exist, or a hub that is needed and does not answer."""
-    named = [name for name in ("model", "dataset") if isinstance(settings.get(name), str)]
+    named = [name for name in ("model", "dataset", "eval_dataset") if isinstance(settings.get(name), str)]
     if not named:
         return
     from .places import refuse_missing_path, require_hub  # whose import takes longer than the rest

@@ -3,23 +3,42 @@
 from pathlib import Path
 
 from huggingface_hub import get_session, try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import HFValidationError, build_hf_headers
 
+KINDS = ("model", "dataset")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 
 def refuse_missing_path(name: str) -> None:
     """Raise ValueError for a name that looks like a path but does not exist, or for an empty file of data.
 
-    Libraries would look for a missing path on the hub.
+    Libraries would look for a missing path on the hub. A name whose first part is a folder here may be of the hub, too.
     """
     path = Path(name)
+    is_path = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or path.suffix in DATA_SUFFIXES
     is_in_a_folder = len(path.parts) == 2 and path.parent.is_dir()
-    is_path = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or is_in_a_folder
-    if (is_path or path.suffix in DATA_SUFFIXES) and not path.exists():
+    if not path.exists() and (is_path or (is_in_a_folder and not is_on_hub(name))):
         raise ValueError(f"There is no file or folder {name}.")
     if path.suffix in DATA_SUFFIXES and path.is_file() and not path.stat().st_size:
         raise ValueError(f"{name} is an empty file. Write at least one row into it.")
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether the hub has a model or dataset of this name, or its cache; False if the hub does not answer."""
+    try:
+        folders = [Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind)) for kind in KINDS]
+    except HFValidationError:
+        return False
+    is_cached = any(folder.is_dir() for folder in folders)
+    if is_cached or HF_HUB_OFFLINE:
+        return is_cached
+    links = [f"{ENDPOINT}/api/{kind}s/{name}" for kind in KINDS]
+    try:
+        return any(get_session().head(link, headers=build_hf_headers(), timeout=3).status_code < 400 for link in links)
+    except Exception:  # the kinds are those of whichever client huggingface_hub uses
+        return False
 
 
 def require_hub(model: str, *, uploads: bool) -> None:

@@ -20,7 +20,7 @@ from trimtab_lm.sampling.rollout import RolloutBackend, SamplingSettings
 
 from .subcommands import (
     DURING_TRAINING,
-    EVERYDAY,
+    OF_ROUNDS,
     RewardsConfig,
     RunConfig,
     about_run,
@@ -38,7 +38,7 @@ ABOUT = f"""Fine-tuning in rounds: the model samples several completions of each
 highest reward. The dataset has a column `prompt`; a reward function gets the others by their names.
 
   trimtab iterative-sft --model my-sft-model --dataset prompts.jsonl --reward rewards.py:right --rounds 20
-{EVERYDAY}"""
+{OF_ROUNDS}"""
 
 
 @dataclass(kw_only=True)

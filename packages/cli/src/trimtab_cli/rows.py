@@ -1,5 +1,6 @@
 """Rows of widespread formats as the columns that trainers read, and chat templates for base models."""
 
+import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,24 +57,34 @@ def recognized(rows: Dataset, load_tokenizer: Callable[[], PreTrainedTokenizerBa
     """Adds prompt and completion, or prompt, chosen and rejected, to rows of a widespread format; keeps other rows.
 
     The formats are alpaca's (instruction, input, output), gsm8k's (question, answer), both with chosen and rejected in
-    place of the answer, and ShareGPT's pairs (conversations, chosen, rejected).
+    place of the answer, and ShareGPT's pairs (conversations, chosen, rejected). A column `system` beside them becomes
+    a system message. Rows with a column `text` are kept, except alpaca's, which repeat the other columns there.
 
     Args:
         load_tokenizer: called for alpaca's and gsm8k's rows. With a chat template, prompts and answers become
             conversations; without, texts, each prompt with a line break at its end.
+
+    Raises:
+        ValueError: a row has a system message, and the tokenizer no chat template.
     """
     present = set(rows.column_names)
     if {"conversations", "chosen", "rejected"} <= present and "prompt" not in present:
         return rows.map(_sharegpt_pair)
     question = next((name for name in QUESTIONS if name in present), None)
-    if question is None or not present.isdisjoint(("prompt", "messages", "conversations", "text")):
+    is_alpaca = {"instruction", "output"} <= present
+    if question is None or present & {"prompt", "messages", "conversations"} or ("text" in present and not is_alpaca):
         return rows
     answer = next((second for first, second in ANSWERS if first == question and second in present), None)
     is_chat = load_tokenizer().chat_template is not None
 
     def convert(row: Mapping[str, Any]) -> dict[str, Text]:
         asked = "\n\n".join(text for text in (row[question], row.get("input")) if text)
-        columns: dict[str, Text] = {"prompt": _turn("user", asked) if is_chat else f"{asked}\n"}
+        if _system(row) and not is_chat:
+            raise ValueError(
+                f"A row has the system message {reprlib.repr(row['system'])}, and the tokenizer has no chat template. "
+                "Set --chat_template, or rename the column to leave it out: --columns unused=system."
+            )
+        columns: dict[str, Text] = {"prompt": [*_system(row), *_turn("user", asked)] if is_chat else f"{asked}\n"}
         if answer is not None:
             columns["completion"] = _turn("assistant", row[answer]) if is_chat else row[answer]
         if is_chat:
@@ -88,9 +99,13 @@ def _turn(role: str, content: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content}]
 
 
+def _system(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    return _turn("system", row["system"]) if row.get("system") else []
+
+
 def _sharegpt_pair(row: Mapping[str, Any]) -> dict[str, Text]:
     answers = {name: as_messages({"messages": [row[name]]}) for name in ("chosen", "rejected")}
-    return {"prompt": as_messages({"messages": row["conversations"]}), **answers}
+    return {"prompt": [*_system(row), *as_messages({"messages": row["conversations"]})], **answers}
 
 
 def tokenizer_of(model: str, template: str | None, **options: Any) -> PreTrainedTokenizerBase:

@@ -1,6 +1,7 @@
 """Shared parts of the training subcommands: settings, models, data and rewards by name, one-line errors."""
 
 import difflib
+import inspect
 import os
 import sys
 import traceback
@@ -32,7 +33,7 @@ from trimtab_lm.data.prompts import open_dataset
 from trimtab_lm.models.loading import tokenizer_options
 from trimtab_lm.tokens.positions import Positions
 
-from .places import refuse_missing_path
+from .places import is_on_hub, refuse_missing_path
 from .rows import columns_of_words, recognized, tokenizer_of, with_columns
 
 TUNED: dict[str, dict[str, object]] = {
@@ -53,19 +54,32 @@ TUNED: dict[str, dict[str, object]] = {
         "kl_gain": 2.0,
         "horizon": 96.0,
     },
+    "ddpo": {
+        "sample_batch_size": 4,
+        "sample_num_batches_per_epoch": 16,
+        "train_batch_size": 4,
+        "train_gradient_accumulation_steps": 8,
+    },
+    "align-prop": {"train_batch_size": 4, "train_gradient_accumulation_steps": 8},
 }
 """Defaults of subcommands in place of those of the configurations, which scripts of 2024 depend on.
 
 PPO's are those of experiments/ziegler_2019_sentiment, at half its learning rate, for twice as many updates a step.
+Updates of DDPO and AlignProp take 32 images; those of the configurations take 1.
 """
-EVERYDAY = """
+OF_ROUNDS = """
 --help-all explains the settings that all trainers take from transformers. The everyday ones are --learning_rate,
---num_train_epochs, --max_steps, --per_device_train_batch_size, --gradient_accumulation_steps, --bf16, --seed,
---gradient_checkpointing, --eval_strategy, --save_strategy, --save_steps, --lr_scheduler_type, --warmup_steps.
+--per_device_train_batch_size, --gradient_accumulation_steps, --bf16, --seed, --gradient_checkpointing,
+--save_strategy, --save_steps, --lr_scheduler_type, --warmup_steps.
 
 Other defaults: without an accelerator dataloader_pin_memory is False; in a sweep report_to is wandb."""
-"""The end of what --help says of a trainer on transformers.Trainer."""
-UNNAMED = ("config", "model", "dataset", "split", "output_dir", "resume_from", "report_to", "log_with", "seed")
+"""The end of what --help says of a trainer on transformers.Trainer that trains in rounds, without an evaluation."""
+EVERYDAY = OF_ROUNDS.replace("--save_strategy", "--num_train_epochs, --max_steps, --eval_strategy, --save_strategy")
+"""The same of one that passes over its dataset."""
+UNNAMED = (
+    *("config", "model", "dataset", "dataset_config", "split", "eval_dataset", "eval_dataset_config"),
+    *("output_dir", "resume_from", "report_to", "log_with", "seed"),
+)
 """Flags that a run's name in a tracker leaves out."""
 DURING_TRAINING = (CheckpointError, RewardError, TrainingDivergedError)
 """Errors of a training that the user can correct."""
@@ -77,6 +91,9 @@ class RunConfig:
 
     model: str = setting("Hub id or folder of the model to train.")
     dataset: str = setting("Hub id, folder or file (.jsonl, .json, .csv, .parquet, .txt) of the training data.")
+    dataset_config: str | None = setting(
+        "Configuration of a hub dataset that has several, such as main of openai/gsm8k.", default=None
+    )
     split: str = setting("Split to train on, or a part of it, such as train[:90%].", default="train")
     columns: dict[str, str] | str | None = setting(
         "New names of the dataset's columns, such as prompt=question,completion=answer.", default=None
@@ -119,9 +136,12 @@ class RunConfig:
         if self.load_in_4bit and not is_bitsandbytes_available():
             raise ValueError('load_in_4bit=True needs bitsandbytes: pip install "trimtab-lm[quantization]".')
 
-    def rows(self, split: str | None = None) -> Dataset:
-        """The rows of a split of the dataset, in a format of the trainers; None: those to train on."""
-        rows = open_dataset(self.dataset, split or self.split)
+    def rows(self) -> Dataset:
+        """The rows to train on, in a format of the trainers."""
+        return self.prepared(open_dataset(self.dataset, self.split, self.dataset_config))
+
+    def prepared(self, rows: Dataset) -> Dataset:
+        """The rows of a dataset in a format of the trainers, with the columns renamed."""
         if isinstance(self.columns, dict):
             rows = with_columns(rows, self.columns)
         return recognized(rows, lambda: self.tokenizer)
@@ -162,10 +182,35 @@ class RunConfig:
 class EvaluationConfig:
     """On which rows the model is evaluated."""
 
-    eval_split: str | None = setting(
-        "Split to evaluate on, such as test or train[90%:]: after training, and as eval_strategy says. None: never.",
+    eval_dataset: str | None = setting(
+        "Hub id, folder or file of the rows to evaluate on. None: dataset, where eval_split names a split.",
         default=None,
     )
+    eval_dataset_config: str | None = setting("Configuration of eval_dataset, as dataset_config.", default=None)
+    eval_split: str | None = setting(
+        "Split to evaluate on, such as test or train[90%:]: after training, and as eval_strategy says. None: train of "
+        "eval_dataset; without eval_dataset no evaluation.",
+        default=None,
+    )
+
+    def __post_init__(self) -> None:
+        if self.eval_dataset is not None:
+            refuse_missing_path(self.eval_dataset)
+        elif self.eval_dataset_config is not None:
+            raise ValueError(
+                f"eval_dataset_config={self.eval_dataset_config} is of eval_dataset, which is missing. Set it, or name "
+                "the configuration in dataset_config."
+            )
+
+    def rows(self, run: RunConfig) -> Dataset | None:
+        """The rows to evaluate on, in the format of those to train on; None: there is no evaluation."""
+        if self.eval_dataset is not None:
+            rows = open_dataset(self.eval_dataset, self.eval_split or "train", self.eval_dataset_config)
+        elif self.eval_split is not None:
+            rows = open_dataset(run.dataset, self.eval_split, run.dataset_config)
+        else:
+            return None
+        return run.prepared(rows)
 
 
 @dataclass(kw_only=True)
@@ -177,7 +222,17 @@ class RewardsConfig:
     )
 
     def functions(self) -> list[Any]:
-        """The reward functions, and the names of reward models."""
+        """The reward functions, and the names of reward models.
+
+        Raises:
+            ValueError: a name is neither that of a function nor of a reward model.
+        """
+        for name in self.reward:
+            if not (":" in name or "/" in name or Path(name).exists() or is_on_hub(name)):
+                raise ValueError(
+                    f"reward={name}: there is no such folder or model of the hub. Name a function, file.py:{name} or "
+                    f"module:{name}, or a reward model."
+                )
         return [named(name) for name in self.reward]
 
 
@@ -225,7 +280,8 @@ def settings(
 
 def about_run(run: Any) -> dict[str, object]:
     """What a run trains, and on what, for the tracker and the model card."""
-    return {"model": run.model, "dataset": run.dataset, "split": run.split}
+    config = {} if run.dataset_config is None else {"dataset_config": run.dataset_config}
+    return {"model": run.model, "dataset": run.dataset, **config, "split": run.split}
 
 
 def name_run(name: str, argv: Sequence[str], configs: Sequence[Any]) -> None:
@@ -286,8 +342,11 @@ def chat_with(folder: str | None, run: RunConfig) -> str:
 def named(name: str) -> Callable[..., Any] | str:
     """The function that `file.py:function` or `module:function` names; a name without a colon, as it is.
 
+    A class is called without arguments to make the function.
+
     Raises:
-        ValueError: there is no such file, folder, module or function, or the file or module raises an error.
+        ValueError: there is no such file, folder, module or function, the file or module raises an error, or a class
+            needs arguments.
     """
     source, colon, function = name.rpartition(":")
     if not colon:
@@ -296,10 +355,27 @@ def named(name: str) -> Callable[..., Any] | str:
             raise ValueError(f"{name} is a file: which of its functions? Write {name}:function.")
         return name
     members = _members_of(source)
-    if not callable(value := members.get(function)):
-        near = difflib.get_close_matches(function, [one for one, other in members.items() if callable(other)], n=1)
+    value = members.get(function)
+    if not callable(value) or (isinstance(value, type) and "__call__" not in dir(value)):
+        others = [one for one, other in members.items() if callable(other) and one != function]
+        near = difflib.get_close_matches(function, others, n=1)
         raise ValueError(f"{source} has no function {function!r}.{f' Did you mean {near[0]}?' if near else ''}")
-    return cast(Callable[..., Any], value)
+    return _instance(value, name) if isinstance(value, type) else cast(Callable[..., Any], value)
+
+
+def _instance(kind: type, name: str) -> Callable[..., Any]:
+    """An instance of a class of functions, which `name` names."""
+    parameters = inspect.signature(kind).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if needed := [one.name for one in parameters if one.default is one.empty and one.kind not in variable]:
+        source = name.rpartition(":")[0]
+        is_file, call = source.endswith(".py"), f"{kind.__name__}({', '.join(f'{each}=...' for each in needed)})"
+        file, line = (source, "") if is_file else ("rewards.py", f"from {source} import {kind.__name__}; ")
+        raise ValueError(
+            f"{name} is a class that needs {', '.join(needed)}. Write into {file}: {line}reward = {call}. Then name "
+            f"{file}:reward."
+        )
+    return cast(Callable[..., Any], kind())
 
 
 def keep_pipes_quiet() -> None:
@@ -331,12 +407,13 @@ def _members_of(source: str) -> Mapping[str, Any]:
 
 @contextmanager
 def errors_in_one_line(
-    name: str, kinds: tuple[type[Exception], ...] = (ValueError, OSError, DatasetsError, CheckpointError)
+    name: str, kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, DatasetsError, CheckpointError)
 ) -> Iterator[None]:
     """End the program with status 2 and one line at an error that the user can correct.
 
     Args:
-        kinds: kinds of errors; by default those of settings, models, data and checkpoints that cannot be used.
+        kinds: kinds of errors; by default those of settings, models, data and checkpoints that cannot be used, and of
+            packages that are missing.
     """
     try:
         yield

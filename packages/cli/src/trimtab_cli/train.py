@@ -94,7 +94,7 @@ def train(
     with errors_in_one_line(name):
         set_seed(args.seed)
         args.model_init_kwargs = run.init_kwargs(args.model_init_kwargs)
-        held_out = None if evaluation.eval_split is None else run.rows(evaluation.eval_split)
+        held_out = evaluation.rows(run)
         data = {"train_dataset": run.rows(), "eval_dataset": held_out}
         functions = [each.functions() for each in rewards]
         options = {"processing_class": run.tokenizer} if run.chat_template else {}

@@ -115,7 +115,7 @@ def facts_of(about: Mapping[str, object], **known: object) -> dict[str, object]:
         about: what the program says of the run; its dataset, split and reward are taken, a path by its last part.
         known: what the trainer says, which they replace.
     """
-    said = {name: about[name] for name in ("dataset", "split", "reward") if name in about}
+    said = {name: about[name] for name in ("dataset", "dataset_config", "split", "reward") if name in about}
     if isinstance(dataset := said.get("dataset"), str) and Path(dataset).exists():
         said["dataset"] = Path(dataset).name
     return {**known, **said}

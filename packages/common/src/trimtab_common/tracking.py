@@ -33,11 +33,23 @@ Stats = Mapping[str, object]
 
 
 def check_tracker_name(name: str | None) -> str:
-    """Returns the tracker's name, "none" for None; raises ValueError with the choices for an unknown one."""
+    """Returns the tracker's name, "none" for None.
+
+    Raises:
+        ValueError: the name is unknown.
+        ImportError: the tracker's package is missing.
+    """
     chosen = "none" if name is None else name
     if chosen not in TRACKERS:
         raise ValueError(f"log_with={name!r} is not a tracker of trimtab. Choose one of {', '.join(TRACKERS)}.")
+    require_package(chosen, "log_with")
     return chosen
+
+
+def require_package(tracker: str, setting: str) -> None:
+    """Raises ImportError if accelerate knows the tracker but its package is missing; `setting` is what names it."""
+    if tracker in LOGGER_TYPE_TO_CLASS and tracker not in map(str, get_available_trackers()):
+        raise ImportError(f"{setting}={tracker!r} needs its package: pip install {tracker}")
 
 
 def start_tracking(
@@ -88,8 +100,6 @@ def start_tracking(
     drawn = run_id or secrets.token_hex(4)
     if chosen == "none":
         return Tracker(None, drawn)
-    if chosen not in map(str, get_available_trackers()):
-        raise ImportError(f"log_with={chosen!r} needs its package: pip install {chosen}")
     if chosen == "wandb":
         arguments: dict[str, Any] = {"project": project, "name": name, "job_type": job_type}
         arguments = {key: os.environ.get(f"WANDB_{key.upper()}", value) for key, value in arguments.items()}

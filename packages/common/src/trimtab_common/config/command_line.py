@@ -20,11 +20,16 @@ from trimtab_common.config.values import ConfigError, decode, read_flags, read_s
 
 SYNONYMS = {
     **dict.fromkeys(("model_name_or_path", "base_model", "model_name", "model_path"), "model"),
+    **dict.fromkeys(("model_revision", "revision"), "model_init_kwargs.revision"),
+    **dict.fromkeys(("attn_implementation", "flash_attn"), "model_init_kwargs.attn_implementation"),
     **dict.fromkeys(("dataset_name", "dataset_path", "train_file"), "dataset"),
+    **dict.fromkeys(("eval_dataset_name", "validation_file", "eval_file"), "eval_dataset"),
     **dict.fromkeys(("max_seq_length", "max_seq_len", "cutoff_len", "sequence_len"), "max_length"),
     **dict.fromkeys(("use_peft", "use_lora", "lora_rank"), "lora_r"),
     **dict.fromkeys(("template", "chat_template_path"), "chat_template"),
-    **dict.fromkeys(("reward_funcs", "reward_function", "reward_model_path"), "reward"),
+    **dict.fromkeys(("reward_funcs", "reward_function", "reward_model", "reward_model_path"), "reward"),
+    "reward_model_name_or_path": "reward",
+    "dataset_config_name": "dataset_config",
     "dataset_train_split": "split",
     "dataset_test_split": "eval_split",
     "torch_dtype": "dtype",
@@ -40,8 +45,29 @@ SYNONYMS = {
     "pref_beta": "beta",
     **dict.fromkeys(("bf16", "fp16"), "mixed_precision"),
     "mixed_precision": "accelerator_kwargs.mixed_precision",
+    "gradient_checkpointing_use_reentrant": "gradient_checkpointing_kwargs.use_reentrant",
 }
-"""Names in the commands of other libraries, and ours."""
+"""Names in the commands of other libraries, and ours; a name with a dot is an entry of a dict."""
+ONLY_IN_PYTHON = {
+    **dict.fromkeys(
+        ("lora_dropout", "lora_modules_to_save", "lora_target_parameters", "use_rslora", "use_dora"),
+        "Train in Python, with peft_config=LoraConfig(...).",
+    ),
+    **dict.fromkeys(
+        ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant"),
+        "Train in Python, with model_init_kwargs={'quantization_config': BitsAndBytesConfig(...)}.",
+    ),
+    **dict.fromkeys(
+        ("model_revision", "revision", "attn_implementation", "flash_attn"),
+        "Train in Python, with a model that from_pretrained loads with it.",
+    ),
+    **dict.fromkeys(
+        ("eos_token", "pad_token"),
+        "Set it on the tokenizer in Python, save model and tokenizer into a folder, and name the folder in --model.",
+    ),
+    "dataset_streaming": "Train in Python, with load_dataset(..., streaming=True).",
+}
+"""Names in the commands of other libraries that no command has, and what to do."""
 
 
 @dataclasses.dataclass
@@ -80,7 +106,7 @@ def parse_config(
 
     Raises:
         SystemExit: With status 0 after --help or --help-all; with status 2 and a message at stderr for a setting that
-            does not exist or has a wrong value, a ValueError of `__post_init__` included.
+            does not exist or has a wrong value, a ValueError or ImportError of `__post_init__` included.
     """
     argv, program = list(sys.argv[1:] if argv is None else argv), program or _program()
     sections = [_section(kind, without) for kind in dataclass_types]
@@ -132,11 +158,12 @@ def _resolve(
     head, *path = name.split(".")
     owner = next((section for section in sections if section.short == head), None)
     inner = path[0].replace("-", "_") if owner and path else head
-    holders = [section for section in sections if head in section.fields]
     if owner and path and inner in owner.fields:
-        yield owner, inner, path[1:], words
-    elif holders:
-        yield from ((section, head, path, words) for section in holders)
+        found = [(owner, inner, path[1:], words)]
+    else:
+        found = [(section, head, path, words) for section in sections if head in section.fields]
+    if found and not _is_replaced(sections, [section for section, *_ in found], found[0][1]):
+        yield from found
     elif owner and not path and isinstance(value := decode(words[0]), Mapping):
         for key, part in value.items():
             yield from _resolve(sections, f"{head}.{key}", [part], prefix)
@@ -145,6 +172,14 @@ def _resolve(
     else:
         fields_by_class = {section.short: section.fields for section in sections}
         raise ConfigError(f"{prefix}{unknown_setting(name, fields_by_class)}")
+
+
+def _is_replaced(sections: list[_Section], holders: list[_Section], field: str) -> bool:
+    """Whether a field is deprecated, and another class has its successor or only Python has the setting."""
+    helps = [str(section.fields[field].metadata.get("help", "")) for section in holders]
+    others = [section for section in sections if section not in holders]
+    is_elsewhere = any(SYNONYMS.get(field) in section.fields for section in others)
+    return all(text.startswith("Deprecated") for text in helps) and (is_elsewhere or field in ONLY_IN_PYTHON)
 
 
 def unknown_setting(name: str, fields_by_class: Mapping[str, Iterable[str]]) -> str:
@@ -156,9 +191,14 @@ def unknown_setting(name: str, fields_by_class: Mapping[str, Iterable[str]]) -> 
     """
     fields = [(short, field) for short, names in fields_by_class.items() for field in names]
     names = [*(field for _, field in fields), *(f"{short}.{field}" for short, field in fields)]
-    ours = SYNONYMS.get(name.replace("-", "_"), "")
-    known = [one for one in (ours, SYNONYMS.get(ours, "")) if one.partition(".")[0] in names]
-    near = known or difflib.get_close_matches(name, names, n=1)
+    field = name.rpartition(".")[2].replace("-", "_")
+    ours = SYNONYMS.get(field, "")
+    for known in (ours, SYNONYMS.get(ours, "")):
+        if known.partition(".")[0] in names:
+            return f"{name} is not a setting. Did you mean {known}?"
+    if field in ONLY_IN_PYTHON:
+        return f"{name} is not a setting of the command line. {ONLY_IN_PYTHON[field]}"
+    near = difflib.get_close_matches(name, names, n=1)
     return f"{name} is not a setting. {f'Did you mean {near[0]}?' if near else '--help lists the names.'}"
 
 
@@ -179,7 +219,7 @@ def _coerce(section: _Section, field: str, path: list[str], words: list[object],
     shown, text = ".".join([field, *path]), " ".join(str(word) for word in words)
     # The most specific problem lies deepest inside the value; of several as deep, the likeliest reading's is the first.
     why = f" ({max(problems, key=lambda problem: len(problem['loc']))['msg']})" if problems else ""
-    raise ConfigError(f"{prefix}{shown}: {text!r} came in, {type_name(section.hints[field])} is needed{why}.")
+    raise ConfigError(f"{prefix}{shown}: got {text!r}, expected {type_name(section.hints[field])}{why}.")
 
 
 def _nest(section: _Section, field: str, path: list[str], value: object) -> object:
@@ -208,7 +248,7 @@ def _build(section: _Section) -> object:
         raise ConfigError(f"{section.kind.__name__} needs a value for --{', --'.join(absent)}.")
     try:
         return section.kind(**section.values)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise ConfigError(f"{section.kind.__name__}: {error}") from error
 
 

@@ -1,6 +1,7 @@
 """Data for trainers that own their loop: tokenized prompts, and batches whose order survives a restart."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def upcoming_queries(dataloader: DataLoader[Any]) -> list[Tensor]:
     return dataloader.collate_fn([dataloader.dataset[row] for row in batches.upcoming()])["input_ids"]
 
 
-def open_dataset(name: str, split: str = "train") -> Dataset:
+def open_dataset(name: str, split: str = "train", config: str | None = None) -> Dataset:
     """A split of a hub id, of a folder (also of `save_to_disk`), or of a json, csv, parquet or text file.
 
     Blank lines of a text file are no rows.
@@ -135,21 +136,34 @@ def open_dataset(name: str, split: str = "train") -> Dataset:
     Args:
         name: the dataset, the folder or the file.
         split: a split, or a part such as train[:90%]; a folder that `save_to_disk` wrote needs a whole split.
+        config: the configuration of a dataset that has several, such as main of openai/gsm8k.
 
     Raises:
-        ValueError: the folder that `save_to_disk` wrote has no such split, a file has another ending, or a line of a
-            .jsonl file is no JSON.
+        ValueError: there is no such split or configuration, or several configurations and no `config`; a file has
+            another ending, or a line of a .jsonl file is no JSON.
     """
     path = Path(name)
+    is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+    if config is not None and (path.is_file() or is_saved):
+        raise ValueError(f"{name} has no configurations, and {config!r} came as the name of one. Leave it out.")
     if path.is_file():
         return _open_file(path, split)
-    if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
+    if is_saved:
         stored = load_from_disk(name)
         splits = {"train": stored} if isinstance(stored, Dataset) else stored
         if split not in splits:
             raise ValueError(f"{name} has no split {split!r}; its splits are {', '.join(splits)}.")
         return splits[split]
-    return load_dataset(name, split=split)
+    try:
+        return load_dataset(name, config, split=split)
+    except ValueError as error:
+        known = re.search(r"Config name is missing.*?(\[.*?\])", str(error), re.DOTALL)
+        if known is None:
+            raise
+        raise ValueError(
+            f"{name} has the configurations {known[1]}. Name one: --dataset_config on the command line "
+            "(--eval_dataset_config for eval_dataset), the second argument of load_dataset in Python."
+        ) from error
 
 
 def _open_file(path: Path, split: str) -> Dataset:

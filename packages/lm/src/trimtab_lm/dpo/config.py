@@ -66,8 +66,7 @@ class DPOConfig(TrainerConfig):
         "Padding token. None: the tokenizer's pad token, or EOS.", default=None
     )
     is_encoder_decoder: bool | None = setting(
-        "What kind of model it is; only needed to be certain: training stops if the model is of the other kind.",
-        default=None,
+        "Optional check: an error if the model is of the other kind.", default=None
     )
     dataset_num_proc: Count | None = setting("Processes that tokenize the data sets.", default=None)
 

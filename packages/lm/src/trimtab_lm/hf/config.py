@@ -8,9 +8,11 @@ from typing import TypeVar
 
 import torch
 from transformers import TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from trimtab_common.config import Count, NotNegative, check_ranges, setting, without_secrets
 from trimtab_common.sealing import ON_SAVE_ERROR, OnSaveError
+from trimtab_common.tracking import require_package
 from trimtab_lm.data.sources import is_stream
 
 # transformers 5.23 renamed gradient_checkpointing, in arguments and in methods. This is the name that Trainer reads.
@@ -56,6 +58,9 @@ class TrainerConfig(TrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, INHERITED)
+        for tracker in self.report_to or ():
+            if tracker in INTEGRATION_TO_CALLBACK:  # else transformers names those that it has
+                require_package(tracker, "report_to")
 
     def to_dict(self) -> dict[str, object]:
         """The fields as plain values, as trackers get them; see transformers. Secrets inside dicts are left out."""

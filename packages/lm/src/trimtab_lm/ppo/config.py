@@ -135,8 +135,8 @@ class PPOConfig(_Taken):
         "Learning rate of the value head, or of value_model. None: learning_rate.", default=None
     )
     lr_warmup_steps: CountFromZero = setting(
-        "PPO steps over which the policy's learning rate rises linearly to learning_rate. The value function's rate is "
-        "whole from the start.",
+        "PPO steps over which the policy's learning rate rises linearly to learning_rate. The value function uses its "
+        "full rate from the first step.",
         default=0,
     )
     kl_gain: NotNegative = setting(

@@ -44,6 +44,7 @@ from trimtab_lm.models.value_head import (
     PreTrainedModelWrapper,
 )
 from trimtab_lm.rewards.functions import RewardSet, rewards_of
+from trimtab_lm.sampling.backends import check_backend
 from trimtab_lm.sampling.rollout import RolloutBackend, takes_rows
 from trimtab_lm.tokens.router import refuse_router_loss
 
@@ -94,6 +95,7 @@ def checked(config: PPOConfig | None, rollout: RolloutBackend | None) -> PPOConf
     config = replace(config or PPOConfig())
     if rollout is not None and config.rollout_backend != "transformers":
         raise ValueError(f"rollout_backend={config.rollout_backend!r} and a rollout came. Leave one out.")
+    check_backend(config.rollout_backend, config.rollout_backend_kwargs or {})
     return config
 
 

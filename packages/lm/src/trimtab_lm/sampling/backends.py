@@ -47,19 +47,47 @@ def make_backend(
         options: further arguments of TransformersRollout, ContinuousBatchingRollout, VLLMRollout or VLLMServerRollout.
 
     Raises:
-        TypeError: for an option that the sampler does not have.
+        ImportError, ValueError: see `check_backend`.
     """
     options = dict(options or {})
-    if name == "continuous_batching":
-        return ContinuousBatchingRollout(settings, tokenizer, **options)
-    if name in ("vllm", "vllm_server"):
-        from trimtab_lm.sampling.vllm import VLLMRollout, VLLMServerRollout
+    check_backend(name, options)
+    return _kind(name)(settings, tokenizer, **options)
 
-        return (VLLMRollout if name == "vllm" else VLLMServerRollout)(settings, tokenizer, **options)
-    known = list(inspect.signature(TransformersRollout).parameters)[2:]
+
+def check_backend(name: str, options: Mapping[str, Any]) -> None:
+    """Checks that the sampler with this name is installed and takes the options. vLLM's engine checks its own.
+
+    Raises:
+        ImportError: vLLM is missing, or too old.
+        ValueError: the sampler does not have an option, or needs one that is missing.
+    """
+    if name == "vllm":
+        from trimtab_lm.sampling.vllm.engine import installed_vllm
+
+        installed_vllm()
+        return
+    kind = ContinuousBatchingConfig if name == "continuous_batching" else _kind(name)
+    parameters = inspect.signature(kind).parameters
+    known = [each for each in parameters if each not in ("settings", "tokenizer", "return_logprobs", "seed")]
     if unknown := sorted(set(options) - set(known)):
-        raise TypeError(f"rollout_backend_kwargs sets {unknown}; transformers' generate takes {known} here.")
-    return TransformersRollout(settings, tokenizer, **options)
+        raise ValueError(f"rollout_backend_kwargs sets {unknown}; rollout_backend={name!r} takes {known}.")
+    needed = [each for each in known if parameters[each].default is inspect.Parameter.empty]
+    if missing := sorted(set(needed) - set(options)):
+        raise ValueError(
+            f"rollout_backend={name!r} needs {missing} in rollout_backend_kwargs, such as "
+            "{'servers': ['http://localhost:8000']}."
+        )
+
+
+def _kind(name: str) -> Any:
+    """The class of the sampler with this name. Imports the module of vLLM's samplers only for those."""
+    if name == "transformers":
+        return TransformersRollout
+    if name == "continuous_batching":
+        return ContinuousBatchingRollout
+    from trimtab_lm.sampling.vllm import VLLMRollout, VLLMServerRollout
+
+    return VLLMRollout if name == "vllm" else VLLMServerRollout
 
 
 class TransformersRollout:
