@@ -19,11 +19,14 @@ from trimtab_diffusion import (
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-def trained(kind: type[DDPOStableDiffusionPipeline], folder: Path) -> tuple[DiffusionDPOTrainer, set[str]]:
+def trained(
+    kind: type[DDPOStableDiffusionPipeline], folder: Path, *, use_lora: bool = False, resume_from: str = ""
+) -> tuple[DiffusionDPOTrainer, set[str]]:
     """Returns a trainer after two updates, and the names of the weights that changed."""
     rows = [{"prompt": "a cat", "chosen": torch.ones(3, 16, 16), "rejected": torch.zeros(3, 16, 16)}] * 4
-    config = DiffusionDPOConfig(num_epochs=1, train_batch_size=2, mixed_precision="no", logdir=str(folder))
-    trainer = DiffusionDPOTrainer(config, kind(tiny.stable_diffusion()), rows)
+    sizes: dict[str, Any] = {"num_epochs": 1, "train_batch_size": 2, "mixed_precision": "no"}
+    config = DiffusionDPOConfig(**sizes, logdir=str(folder), resume_from=resume_from)
+    trainer = DiffusionDPOTrainer(config, kind(tiny.stable_diffusion(), use_lora=use_lora), rows)
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     trainer.train()
     return trainer, {
@@ -54,6 +57,19 @@ def test_a_pipeline_that_returns_fewer_layers_trains_fewer(kind: type, tmp_path:
     assert sum(weight.numel() for weight in trainer.trainable_layers) == sum(
         weight.numel() for weight in trainer.sd_pipeline.denoiser.up_blocks.parameters()
     )
+
+
+def test_a_part_of_the_adapters_trains_beside_a_reference_without_adapters(tmp_path: Path):
+    trainer, changed = trained(UpBlocks, tmp_path, use_lora=True)
+    assert changed
+    assert all(name.startswith("up_blocks.") for name in changed)
+    assert {id(weight) for weight in trainer.trainable_layers} == {
+        id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]
+    }
+    assert all(weight.grad is None for weight in trainer.model.parameters())
+    resumed, changed = trained(UpBlocks, tmp_path, use_lora=True, resume_from="latest")
+    assert resumed.first_epoch == 1
+    assert not changed
 
 
 @pytest.mark.parametrize("part", ["vae", None])
