@@ -91,10 +91,9 @@ def test_gradients_that_overflow_skip_the_update_and_lower_the_scale(monkeypatch
 
 def test_gradients_that_overflow_at_every_scale_end_the_run(monkeypatch):
     ddpo = trainer(train_gradient_accumulation_steps=1)
-    scaler = with_loss_scale(ddpo, 16.0, monkeypatch)
+    scaler = with_loss_scale(ddpo, 2.0, monkeypatch)
     for weight in ddpo.model.parameters():
         weight.register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(TrainingDivergedError, match=r"lowered the loss scale to 0\.5: nothing trains.*bf16"):
-        for epoch in range(5):
-            ddpo.step(epoch, ddpo.global_step)
+        ddpo.step(0, 0)
     assert scaler.get_scale() == 0.5
