@@ -167,6 +167,23 @@ def test_the_first_step_is_drawn_within_its_bounds():
     assert drawn.count(4) > 300  # draws beyond the last step mean the last
 
 
+def test_bounds_beyond_the_schedule_are_said(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    trainer(tmp_path, truncated_rand_backprop_minmax=(1, STEPS))
+    assert not [warning for warning in recwarn if "reaches beyond" in str(warning.message)]
+    with pytest.warns(UserWarning, match=r"=\(0, 50\) reaches beyond the 3 steps.*: 96% of the draws.* to \(0, 2\)"):
+        trainer(tmp_path)
+
+
+def test_a_last_step_through_which_a_flow_hardly_trains_is_said(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    with pytest.warns(UserWarning, match=r"last step alone.* from t = 0\.0089.* almost nothing trains"):
+        trainer(tmp_path, pipeline=tiny.stable_diffusion_3(), **FIXED).step(0, 0)
+    recwarn.clear()
+    earlier = {"truncated_backprop_timestep": 1}
+    trainer(tmp_path, pipeline=tiny.stable_diffusion_3(), **FIXED | earlier).step(0, 0)
+    trainer(tmp_path, **FIXED).step(0, 0)
+    assert not [warning for warning in recwarn if "almost nothing trains" in str(warning.message)]
+
+
 # The trainer
 
 

@@ -31,7 +31,16 @@ from trimtab_diffusion.training.sampling import (
 )
 from trimtab_diffusion.trajectories import Trajectories
 
-from .algorithm import depends_on, first_step, latents_with_gradient, redrawn_latents, reward_loss, update
+from .algorithm import (
+    depends_on,
+    first_step,
+    latents_with_gradient,
+    redrawn_latents,
+    reward_loss,
+    update,
+    warn_of_a_small_last_step,
+    warn_of_bounds,
+)
 from .config import WITHOUT_EFFECT, AlignPropConfig
 
 
@@ -60,6 +69,7 @@ class AlignPropTrainer(PipelineTrainer):
         sd_pipeline: DDPOStableDiffusionPipeline | DiffusionPipeline,
         image_samples_hook: Callable[[dict[str, Any], int, HookTracker], object] | None = None,
     ) -> None:
+        warn_of_bounds(config)
         super().__init__(config, sd_pipeline)
         self.image_samples_callback = image_samples_hook
         if config.train_gradient_checkpointing:
@@ -96,6 +106,8 @@ class AlignPropTrainer(PipelineTrainer):
 
         updates = Updates(self.accelerator, self.model, self.optimizer, self.lr_scheduler, config, global_step)
         stats = update(len(drawn), score, self.calculate_loss, updates, config=config)
+        if not (global_step or config.truncated_backprop_rand) and (schedule := self.sd_pipeline.schedule) is not None:
+            warn_of_a_small_last_step(schedule.steps, first)
         self.queries += len(drawn) * max(1, config.low_variance_samples) * self.accelerator.num_processes
         self.first_epoch, self.global_step = epoch + 1, updates.done
         of_run = {
