@@ -19,7 +19,7 @@ SMALL_STEP = 0.05
 
 
 def warn_of_bounds(config: AlignPropConfig) -> None:
-    """Warns where the bounds of the drawn first step reach beyond the schedule, so that many draws mean its last step."""
+    """Warns where the bounds of the first step with a gradient reach beyond the schedule: many draws mean its last."""
     (low, high), count = config.truncated_rand_backprop_minmax, config.sample_num_steps
     if config.truncated_backprop_rand and high > count:
         warnings.warn(
