@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DPMSolverMultistepScheduler
 from peft import LoraConfig
 from tests.diffusion import tiny
 
@@ -14,6 +15,8 @@ from trimtab_diffusion import (
     DDPOTrainer,
     DiffusionDPOConfig,
     DiffusionDPOTrainer,
+    DiffusionNFTConfig,
+    DiffusionNFTTrainer,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -106,6 +109,37 @@ def test_a_method_of_a_pipeline_that_no_trainer_calls_cannot_be_replaced(name: s
     kind = type("Own", (DDPOStableDiffusionPipeline,), {name: lambda self: None})
     with pytest.raises(TypeError, match=f"Own replaces {name}, which no trainer calls.*{instead}"):
         kind(tiny.stable_diffusion())
+
+
+class OwnCall(DDPOStableDiffusionPipeline):
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return super().__call__(*arguments, **options)
+
+
+def test_a_call_that_evaluations_and_solvers_do_not_make_cannot_be_replaced(tmp_path: Path):
+    def reward(images: torch.Tensor, *_: Any) -> torch.Tensor:
+        return images.flatten(1).mean(1)
+
+    where: dict[str, Any] = {"mixed_precision": "no", "logdir": str(tmp_path)}
+    pipeline, prompts = OwnCall(tiny.stable_diffusion()), lambda: ("a cat", {})
+    with pytest.raises(TypeError, match="OwnCall replaces __call__, which evaluations do not call"):
+        DDPOTrainer(DDPOConfig(**where), reward, prompts, pipeline, eval_prompts=[("a cat", {})])
+    DDPOTrainer(DDPOConfig(**where), reward, prompts, pipeline)
+    solver = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
+    with pytest.raises(TypeError, match="OwnCall replaces __call__, which solvers do not call"):
+        DiffusionNFTTrainer(DiffusionNFTConfig(**where), reward, prompts, pipeline, solver=solver)
+
+
+@pytest.mark.parametrize("name", ["loss", "calculate_loss"])
+def test_a_clipped_loss_that_the_score_function_does_not_call_cannot_be_replaced(name: str, tmp_path: Path):
+    kind = type("Own", (DDPOTrainer,), {name: lambda self, *arguments: None})
+    config = DDPOConfig(estimator="sf", mixed_precision="no", train_batch_size=2, logdir=str(tmp_path))
+    inputs = (lambda images, *_: images.flatten(1).mean(1), lambda: ("a cat", {}), tiny.stable_diffusion())
+    if name == "calculate_loss":
+        assert kind(config, *inputs)
+    else:
+        with pytest.raises(TypeError, match=r"Own replaces loss, which estimator='sf' does not call.*calculate_loss"):
+            kind(config, *inputs)
 
 
 @pytest.mark.parametrize("estimator", ["rwr", "rwr_sparse"])

@@ -27,6 +27,7 @@ from trimtab_diffusion.training.sampling import (
     PromptFunction,
     RewardFunction,
     captioned,
+    check_own_call,
     draw_prompts,
     of_all_processes,
     rewards_of,
@@ -58,7 +59,8 @@ class DDPOTrainer(PipelineTrainer):
 
     Raises:
         TypeError: a subclass replaces `calculate_loss` or `loss`, and the config's estimator is a regression, which
-            calls neither.
+            calls neither, or `loss` alone, and it is the score function, which does not call it; or the pipeline's
+            class replaces `__call__`, and there are `eval_prompts`, for which it is not called.
     """
 
     method, paper = "DDPO", "Black et al. 2023, arXiv:2305.13301"
@@ -76,13 +78,21 @@ class DDPOTrainer(PipelineTrainer):
         other_rewards: Mapping[str, RewardFunction] | None = None,
         eval_prompts: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        if config.is_regression and (names := replaced(self, DDPOTrainer, "calculate_loss", "loss")):
+        names = replaced(self, DDPOTrainer, "calculate_loss", "loss")
+        if names and config.is_regression:
             raise TypeError(
                 f"{type(self).__name__} replaces {' and '.join(names)}, which estimator={config.estimator!r} does not "
                 "call: it regresses on noised samples. Replace advantages, which gives their weights, or set "
                 "estimator='is'."
             )
+        if names == ["loss"] and config.estimator == "sf":
+            raise TypeError(
+                f"{type(self).__name__} replaces loss, which estimator='sf' does not call: it has no ratios to clip. "
+                "Replace calculate_loss, or set estimator='is'."
+            )
         super().__init__(config, sd_pipeline)
+        if eval_prompts:
+            check_own_call(self.sd_pipeline, "evaluations")
         self.eval_prompts = checked_prompts(eval_prompts, config, self.accelerator.num_processes)
         self.image_samples_callback = image_samples_hook
         default = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)}
@@ -180,14 +190,18 @@ class DDPOTrainer(PipelineTrainer):
         seeds = [sampling_seed(config.seed, rank=i, draw=EVALUATION) for i in range(len(self.eval_prompts))]
         generators = [torch.Generator().manual_seed(seed) for seed in seeds[here]]
         batches = [*without_noise(self.sd_pipeline, self.eval_prompts[here], generators, config)]
-        rewards = {"reward_mean": self.reward_fn, **self.other_rewards}
-        scored = {name: score(each, batches, name, timeout=config.reward_timeout)[0] for name, each in rewards.items()}
+        rewards = zip(self.compute_rewards(batches)[0], batches, strict=True)
+        scored = {"reward_mean": [rewards_of(each, batch[1], "compute_rewards")[0] for each, batch in rewards]}
+        for name, function in self.other_rewards.items():
+            scored[name] = score(function, batches, name, timeout=config.reward_timeout)[0]
         return gather_stats({f"eval/{name}": Mean.of(torch.cat(values)) for name, values in scored.items()})
 
     def compute_rewards(
         self, prompt_image_pairs: Iterable[Sequence[Any]], is_async: bool = False
     ) -> tuple[list[Tensor], list[Any]]:
-        """Rewards [b] of each batch, and the reward function's metadata; called once per epoch, with all its batches.
+        """Rewards [b] of each batch, and the reward function's metadata; called with all batches at once.
+
+        An epoch calls it once, and so does an evaluation.
 
         `config.reward_timeout` limits the reward function. A replacement that scores otherwise has no limit.
 

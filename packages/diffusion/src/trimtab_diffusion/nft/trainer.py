@@ -25,6 +25,7 @@ from trimtab_diffusion.training.sampling import (
     PromptFunction,
     RewardFunction,
     captioned,
+    check_own_call,
     draw_prompts,
     guidance_of,
     of_all_processes,
@@ -71,6 +72,7 @@ class DiffusionNFTTrainer(PipelineTrainer):
 
     Raises:
         ValueError: there is a solver and `config.sample_eta`, or the engine is FSDP or DeepSpeed.
+        TypeError: there is a solver, and the pipeline's class replaces `__call__`, which solvers do not call.
     """
 
     method, paper = "DiffusionNFT", "Zheng et al. 2025, arXiv:2509.16117"
@@ -93,6 +95,8 @@ class DiffusionNFTTrainer(PipelineTrainer):
                 "Set sample_eta=0, or leave out the solver."
             )
         super().__init__(config, sd_pipeline)
+        if solver is not None:
+            check_own_call(self.sd_pipeline, "solvers")
         if divides_weights(self.accelerator):
             raise ValueError(
                 f"DiffusionNFT samples with averaged weights, which it cannot exchange for weights that "

@@ -9,6 +9,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from trimtab_common.overrides import replaced
 from trimtab_common.reward_checks import checked_scores
 from trimtab_common.seeding import private_rngs
 from trimtab_common.stats import gather_over_ranks
@@ -78,6 +79,15 @@ def check_call(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig) ->
         raise ValueError(
             f"negative_prompts={config.negative_prompts!r} came, and {type(pipeline.sd_pipeline).__name__} takes no "
             "negative prompt. Leave negative_prompts empty."
+        )
+
+
+def check_own_call(pipeline: DDPOStableDiffusionPipeline, uses: str) -> None:
+    """TypeError if a subclass replaces the pipeline's `__call__`, and `uses` sample with the diffusers pipeline."""
+    if replaced(pipeline, DDPOStableDiffusionPipeline, "__call__"):
+        raise TypeError(
+            f"{type(pipeline).__name__} replaces __call__, which {uses} do not call: they sample with the diffusers "
+            "pipeline itself. Leave them out, or make the change in a subclass of the diffusers pipeline."
         )
 
 
