@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DDIMScheduler, DiffusionPipeline
 from torch import Tensor
 
 from trimtab_common.conditions import Vitals
@@ -35,10 +35,10 @@ from trimtab_diffusion.training.sampling import (
 from trimtab_diffusion.training.setup import reference_of
 from trimtab_diffusion.trajectories import Trajectories, noised_pairs, sampled_pairs
 
-from .algorithm import Losses, advantages_of, update, warn_of_single_samples, window_of
+from .algorithm import Losses, advantages_of, check_noise, update, warn_of_single_samples, window_of
 from .config import HELD, WITHOUT_EFFECT, DDPOConfig
 from .loss import denoising_loss, score_function_loss
-from .sampling import Batches, Samples, checked_prompts, schedule_of, score, without_noise
+from .sampling import Batches, Samples, checked_prompts, schedule_of, score, steps_of, without_noise
 from .selfcheck import check_first
 
 
@@ -61,6 +61,7 @@ class DDPOTrainer(PipelineTrainer):
         TypeError: a subclass replaces `calculate_loss` or `loss`, and the config's estimator is a regression, which
             calls neither, or `loss` alone, and it is the score function, which does not call it; or the pipeline's
             class replaces `__call__`, and there are `eval_prompts`, for which it is not called.
+        ValueError: no step of the scheduler's has noise, or the window will move to where none has.
     """
 
     method, paper = "DDPO", "Black et al. 2023, arXiv:2305.13301"
@@ -93,6 +94,8 @@ class DDPOTrainer(PipelineTrainer):
         super().__init__(config, sd_pipeline)
         if eval_prompts:
             check_own_call(self.sd_pipeline, "evaluations")
+        if isinstance(self.sd_pipeline.scheduler, DDIMScheduler):  # a flow has noise in every step
+            check_noise(config, steps_of(self.sd_pipeline, config))
         self.eval_prompts = checked_prompts(eval_prompts, config, self.accelerator.num_processes)
         self.image_samples_callback = image_samples_hook
         default = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)}

@@ -1,5 +1,6 @@
 """The functions that a caller gives a trainer: what they are called with, and checks of what they return."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from itertools import chain
 from numbers import Number
@@ -67,7 +68,8 @@ def check_call(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig) ->
     """Checks the arguments with which a pipeline will be called.
 
     Raises:
-        ValueError: its `call_kwargs` have arguments of the trainer, or it does not take the config's negative prompt.
+        ValueError: its `call_kwargs` have arguments of the trainer, or it does not take or does not read the config's
+            negative prompt.
     """
     passed = {"prompt", "generator", "num_inference_steps", "output_type", "return_dict", "eta"}
     if clash := sorted(pipeline.call_kwargs.keys() & (passed | guidance_of(pipeline, config, 1).keys())):
@@ -79,6 +81,15 @@ def check_call(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig) ->
         raise ValueError(
             f"negative_prompts={config.negative_prompts!r} came, and {type(pipeline.sd_pipeline).__name__} takes no "
             "negative prompt. Leave negative_prompts empty."
+        )
+    scale = inspect.signature(type(pipeline.sd_pipeline).__call__).parameters.get("true_cfg_scale")
+    given = guidance_of(pipeline, config, 1) | pipeline.call_kwargs
+    if config.negative_prompts and scale is not None and given.get("true_cfg_scale", scale.default) <= 1:
+        raise ValueError(
+            f"negative_prompts={config.negative_prompts!r} came, and the guidance_scale of "
+            f"{type(pipeline.sd_pipeline).__name__} is embedded: it reads no negative prompt. Add classifier-free "
+            'guidance, DDPOStableDiffusionPipeline(..., call_kwargs={"true_cfg_scale": 2.0}), or leave '
+            "negative_prompts empty."
         )
 
 
