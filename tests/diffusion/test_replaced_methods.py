@@ -130,6 +130,16 @@ def test_a_call_that_evaluations_and_solvers_do_not_make_cannot_be_replaced(tmp_
         DiffusionNFTTrainer(DiffusionNFTConfig(**where), reward, prompts, pipeline, solver=solver)
 
 
+def test_a_reference_that_is_a_frozen_copy_cannot_be_replaced(tmp_path: Path):
+    class Own(UpBlocks):
+        def reference(self) -> Any:
+            return super().reference()
+
+    with pytest.raises(TypeError, match="Own replaces reference, which is called where new adapters train alone"):
+        trained(Own, tmp_path)
+    assert trained(Own, tmp_path, use_lora=True)
+
+
 @pytest.mark.parametrize("name", ["loss", "calculate_loss"])
 def test_a_clipped_loss_that_the_score_function_does_not_call_cannot_be_replaced(name: str, tmp_path: Path):
     kind = type("Own", (DDPOTrainer,), {name: lambda self, *arguments: None})
