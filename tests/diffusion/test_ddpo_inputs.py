@@ -310,6 +310,27 @@ def test_a_schedule_that_loses_its_noise_later_trains_nothing_and_says_so():
     assert torch.equal(weights(one), before)
 
 
+def test_the_learning_rate_is_that_of_the_last_update():
+    one, rates = trainer(train_warmup_steps=4), []
+    for epoch in range(2):  # of two updates
+        one.step(epoch, one.global_step)
+        rates.append(one.last_stats["learning_rate"])
+    assert rates == pytest.approx([5e-3, 1e-2])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rewards_are_computed_without_gradients(is_async):
+    modes = []
+
+    def reward(images: torch.Tensor, prompts: Any, metadata: Any) -> torch.Tensor:
+        modes.append(torch.is_grad_enabled())
+        return redness(images, prompts, metadata)
+
+    trainer(reward, async_reward_computation=is_async).step(0, 0)
+    assert modes == [False, False]
+    assert torch.is_grad_enabled()
+
+
 def test_a_part_of_the_batches_is_a_list():
     one = trainer()
     sampled = Batches(one.sd_pipeline, [("a cat", {})] * 6, tiny.generator(), one.config)

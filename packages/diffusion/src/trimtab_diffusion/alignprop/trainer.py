@@ -26,6 +26,7 @@ from trimtab_diffusion.training.sampling import (
     captioned,
     draw_prompts,
     guidance_of,
+    noise_of,
     parted,
     rewards_of,
 )
@@ -116,7 +117,7 @@ class AlignPropTrainer(PipelineTrainer):
             "gradient/steps": config.sample_num_steps - first,
         }
         rate = {
-            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+            "learning_rate": updates.learning_rate,
             "time/step": time.perf_counter() - started,
         }
         self._log(epoch, batches[0], gather_stats(merge_stats([of_run | rate, *stats])))
@@ -140,12 +141,12 @@ class AlignPropTrainer(PipelineTrainer):
             finish = partial(redrawn_latents, denoiser=self.model, count=count, generator=generator)
         output = self.sd_pipeline(
             prompt=list(texts),
-            eta=config.sample_eta,
             generator=generator,
             output_type="pt",
             num_inference_steps=config.sample_num_steps,
             finish=finish,
             **guidance_of(self.sd_pipeline, config, len(texts)),
+            **noise_of(config),
         )
         images, copies = output.images.float(), max(1, count)
         check_rows({"the pixels": images.detach()}, what="image")

@@ -170,12 +170,13 @@ def score(
     """Rewards [b] of each batch [images, prompts, metadata, ...], and the reward function's metadata.
 
     Args:
-        function: the reward function.
+        function: the reward function, which is called without gradients.
         batches: this process's batches.
         name: the function's name, for errors.
         timeout: seconds that a batch may take where several processes train; see `reward_limit`.
         workers: threads that score batches while others are sampled; None scores one after the other.
     """
+    function = torch.no_grad()(function)  # in whichever thread
     if workers is None:
         results = [rewards_of(reward_limit(timeout)(function)(*batch[:3]), batch[1], name) for batch in batches]
     else:

@@ -151,7 +151,8 @@ class DDPOTrainer(PipelineTrainer):
         is_evaluated = self.config.eval_freq and (epoch + 1) % self.config.eval_freq == 0
         evaluation = self.evaluate() if is_evaluated else {}
         times = {"time/sampling": sampled - started, "time/training": trained - sampled}
-        self._log(epoch, samples, advantages, [checks | times | evaluation, *stats])
+        rate = {"learning_rate": updates.learning_rate}
+        self._log(epoch, samples, advantages, [checks | rate | times | evaluation, *stats])
         self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= self.config.num_epochs)
         return self.global_step
 
@@ -314,9 +315,9 @@ class DDPOTrainer(PipelineTrainer):
 
     def _log(self, epoch: int, samples: Samples, advantages: Tensor, parts: list[Stats]) -> None:
         """Merges an epoch's statistics over processes, checks their health, and sends them on. Collective."""
-        config, rate = self.config, float(self.optimizer.param_groups[0]["lr"])
+        config = self.config
         of_samples = samples.stats(advantages, config.clip_range(samples.trajectories.dimensions))
-        of_run = {"epoch": float(epoch), "queries": float(self.queries), "learning_rate": rate}
+        of_run = {"epoch": float(epoch), "queries": float(self.queries)}
         gathered = gather_stats(merge_stats([of_run | of_samples, *parts]))
         kl = gathered.get("objective/kl")
         kl_coef = None if kl is None else self.kl_ctl.value

@@ -105,7 +105,7 @@ class DiffusionDPOTrainer(PipelineTrainer):
         self.first_epoch, self.global_step = epoch + 1, updates.done
         of_run = {
             "epoch": float(epoch),
-            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+            "learning_rate": updates.learning_rate,
             "time/epoch": time.perf_counter() - started,
         }
         gathered = gather_stats(merge_stats([of_run, *stats]))

@@ -64,6 +64,11 @@ def guidance_of(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig, c
     return scale | ({"negative_prompt": [config.negative_prompts or ""] * count} if has_negative else {})
 
 
+def noise_of(config: SamplingConfig) -> dict[str, Any]:
+    """The arguments by which the steps of a call are random, or with `sample_eta=0` deterministic."""
+    return {"eta": config.sample_eta} if config.sample_eta else {"window": (0, 0)}
+
+
 def check_call(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig) -> None:
     """Checks the arguments with which a pipeline will be called.
 
