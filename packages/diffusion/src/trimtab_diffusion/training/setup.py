@@ -156,7 +156,7 @@ def run_of(
     *,
     without_effect: Collection[str],
     held: Collection[str],
-    facts: Mapping[str, object],
+    facts: Mapping[str, Any],
     kl_target: float | None = None,
     data: str | None = None,
 ) -> Run:
