@@ -283,6 +283,13 @@ def test_a_replay_that_differs_ends_in_one_line(place, capsys, monkeypatch):
     assert error.startswith("trimtab ddpo: error: Before the first update, replayed steps differ")
 
 
+def test_noise_that_the_scheduler_does_not_have_ends_in_one_line(place, capsys):
+    tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
+    Path("drawings.txt").write_text("a red cat\n")
+    words = ("--dataset=drawings.txt", "--reward=rewards.py:redness", "--mixed_precision=no", "--sample_eta=1.5")
+    assert "eta=1.5: DDIM takes 0 to 1" in error_of(["ddpo", "--model=pipeline", *words], capsys)
+
+
 def with_noise(forward):
     """Returns a forward pass whose output changes from call to call."""
 

@@ -297,16 +297,19 @@ def test_prompts_drawn_by_numpy_are_saved_and_resumed_as_texts(tmp_path):
 def test_a_schedule_without_noise_is_refused_before_sampling():
     pipeline = tiny.stable_diffusion()
     pipeline.scheduler = tiny.ddim(steps_offset=0, set_alpha_to_one=True)
+    one = trainer(pipeline=pipeline, sample_num_steps=1)
+    one.draw = lambda epoch: pytest.fail("images were sampled")
     with pytest.raises(ValueError, match="No step of this schedule has noise"):
-        trainer(pipeline=pipeline, sample_num_steps=1)
+        one.step(0, 0)
 
 
 def test_a_schedule_that_loses_its_noise_later_trains_nothing_and_says_so():
     one = trainer(sample_num_steps=1)
+    one.step(0, 0)
     one.sd_pipeline.scheduler = tiny.ddim(steps_offset=0, set_alpha_to_one=True)
     before = weights(one)
     with pytest.raises(ValueError, match="No step of this schedule has noise"):
-        one.step(0, 0)
+        one.step(1, one.global_step)
     assert torch.equal(weights(one), before)
 
 

@@ -26,6 +26,7 @@ from trimtab_diffusion import (
 from trimtab_diffusion.ddpo.selfcheck import ReplayError
 from trimtab_diffusion.diffusion_dpo.data import check_pairs
 from trimtab_diffusion.prompts import Prompts
+from trimtab_diffusion.steps import ScheduleError
 from trimtab_diffusion.training.sampling import RewardFunction
 from trimtab_lm.data.prompts import open_dataset
 
@@ -256,7 +257,7 @@ def _train(name: str, argv: Sequence[str], arguments: Any, config_kind: Any, kin
         trainer = kind(config, *inputs, **options)
         trainer.run.about = about_run(run)
     trainer.sd_pipeline.set_progress_bar_config(disable=True)
-    with errors_in_one_line(name, (*DURING_TRAINING, ReplayError)):
+    with errors_in_one_line(name, (*DURING_TRAINING, ReplayError, ScheduleError)):
         trainer.train()
     trainer.save_pretrained(run.output_dir)
     if trainer.accelerator.is_main_process:

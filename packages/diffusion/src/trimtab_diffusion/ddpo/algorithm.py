@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimtab_common.formulas.advantages import batch_scaled, group_whitened
 from trimtab_common.stats import Mean, Stats
-from trimtab_diffusion.steps import Steps
+from trimtab_diffusion.steps import ScheduleError, Steps
 from trimtab_diffusion.training.optimizing import Updates
 from trimtab_diffusion.trajectories import Pairs
 
@@ -75,10 +75,10 @@ def window_of(config: DDPOConfig, epoch: int) -> tuple[int, int] | None:
 
 
 def check_noise(config: DDPOConfig, steps: Steps) -> None:
-    """ValueError if no step has noise, or if the window moves, by the last epoch, to where none has."""
+    """ScheduleError if no step has noise, or if the window moves, by the last epoch, to where none has."""
     noisy, size = steps.is_random, config.sample_window
     if not noisy.any():
-        raise ValueError(NO_NOISE)
+        raise ScheduleError(NO_NOISE)
     last = (config.num_epochs - 1) // (config.sample_window_interval or config.num_epochs)
 
     def silent(size: int) -> list[int]:
@@ -87,7 +87,7 @@ def check_noise(config: DDPOConfig, steps: Steps) -> None:
 
     if size and config.sample_window_interval and (found := silent(size)):
         enough = next(larger for larger in range(size + 1, len(noisy) + 1) if not silent(larger))
-        raise ValueError(
+        raise ScheduleError(
             f"sample_window={size} would move to step {found[0] + 1} of {len(noisy)}, from which on {size} of the "
             f"schedule's steps have no noise: nothing would train there. Set sample_window={enough} or more, "
             "sample_window_interval=0, or a scheduler whose every step has noise (DDIM: set_alpha_to_one=False and "
@@ -120,11 +120,11 @@ def update(
         The statistics of each part and of each update.
 
     Raises:
-        ValueError: no step has noise.
+        ScheduleError: no step has noise.
     """
     count, stats = min(config.trained_steps, len(random_steps)), list[Stats]()
     if count == 0:
-        raise ValueError(NO_NOISE)
+        raise ScheduleError(NO_NOISE)
     for generator in generators:
         for samples in torch.randperm(len(advantages), generator=generator).split(config.samples_per_update):
             drawn = [random_steps[torch.randperm(len(random_steps), generator=generator)[:count]] for _ in samples]

@@ -61,7 +61,6 @@ class DDPOTrainer(PipelineTrainer):
         TypeError: a subclass replaces `calculate_loss` or `loss`, and the config's estimator is a regression, which
             calls neither, or `loss` alone, and it is the score function, which does not call it; or the pipeline's
             class replaces `__call__`, and there are `eval_prompts`, for which it is not called.
-        ValueError: no step of the scheduler's has noise, or the window will move to where none has.
     """
 
     method, paper = "DDPO", "Black et al. 2023, arXiv:2305.13301"
@@ -94,8 +93,6 @@ class DDPOTrainer(PipelineTrainer):
         super().__init__(config, sd_pipeline)
         if eval_prompts:
             check_own_call(self.sd_pipeline, "evaluations")
-        if isinstance(self.sd_pipeline.scheduler, DDIMScheduler):  # a flow has noise in every step
-            check_noise(config, steps_of(self.sd_pipeline, config))
         self.eval_prompts = checked_prompts(eval_prompts, config, self.accelerator.num_processes)
         self.image_samples_callback = image_samples_hook
         default = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)}
@@ -127,6 +124,8 @@ class DDPOTrainer(PipelineTrainer):
         self.run.begin_step(self.checkpoint_folder)
         started = time.perf_counter()
         self.global_step = global_step
+        if not global_step and isinstance(self.sd_pipeline.scheduler, DDIMScheduler):  # a flow's steps all have noise
+            check_noise(self.config, steps_of(self.sd_pipeline, self.config))
         samples = self.draw(epoch)
         advantages = self.advantages(samples.prompts, samples.rewards)
         sampled = time.perf_counter()
