@@ -25,7 +25,7 @@ from trimtab_diffusion import AlignPropConfig, AlignPropTrainer
 
 SETTINGS = {"num_epochs": 40, "mixed_precision": "no", "sample_num_steps": 10, "sample_guidance_scale": 1.0}
 SETTINGS |= {"train_batch_size": 32, "train_learning_rate": 1e-4, "train_warmup_steps": 5}
-SETTINGS |= {"truncated_rand_backprop_minmax": (5, 9), "save_freq": 100, "logdir": "runs/examples/alignprop"}
+SETTINGS |= {"save_freq": 100, "logdir": "runs/examples/alignprop"}
 SMOKE = {"num_epochs": 2, "sample_num_steps": 6, "train_batch_size": 4}
 SHAPES = Path(__file__).parents[1] / "experiments" / "black_2023_ddpo" / "shapes"
 SAND = (0.9, 0.7, 0.4)
@@ -53,6 +53,9 @@ def sandiness(images: Tensor, prompts: tuple[str, ...], metadata: tuple[Any, ...
 def main(run: RunConfig, config: AlignPropConfig) -> None:
     """Samples pictures, scores them and follows the gradient, update after update."""
     random.seed(config.seed)
+    if config.truncated_rand_backprop_minmax == AlignPropConfig.truncated_rand_backprop_minmax:
+        steps = config.sample_num_steps
+        config.truncated_rand_backprop_minmax = (steps // 2, steps - 1)  # the later half
     disable_progress_bar()
     pipeline = StableDiffusionPipeline.from_pretrained(run.model)
     trainer = AlignPropTrainer(config, sandiness, caption, pipeline)
@@ -64,7 +67,8 @@ def main(run: RunConfig, config: AlignPropConfig) -> None:
 
     Path(config.logdir).mkdir(parents=True, exist_ok=True)
     pipeline.set_progress_bar_config(disable=True)
-    for picture, text in zip(pipeline(CAPTIONS, num_inference_steps=10).images, CAPTIONS, strict=True):
+    drawing = {"num_inference_steps": config.sample_num_steps, "guidance_scale": config.sample_guidance_scale}
+    for picture, text in zip(pipeline(CAPTIONS, **drawing).images, CAPTIONS, strict=True):
         picture.save(Path(config.logdir, f"{text}.png"))
 
 

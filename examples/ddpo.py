@@ -59,7 +59,8 @@ def main(run: RunConfig, config: DDPOConfig) -> None:
 
     Path(config.logdir).mkdir(parents=True, exist_ok=True)
     pipeline.set_progress_bar_config(disable=True)
-    for picture, text in zip(pipeline(CAPTIONS, num_inference_steps=10).images, CAPTIONS, strict=True):
+    drawing = {"num_inference_steps": config.sample_num_steps, "guidance_scale": config.sample_guidance_scale}
+    for picture, text in zip(pipeline(CAPTIONS, **drawing).images, CAPTIONS, strict=True):
         picture.save(Path(config.logdir, f"{text}.png"))
 
 

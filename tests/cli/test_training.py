@@ -1,5 +1,6 @@
 """Each subcommand trains a tiny model on files, saves it, and prints where it is."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -7,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import datasets
+import diffusers
 import pytest
 import torch
 import yaml
@@ -266,6 +269,75 @@ def test_prompts_that_cannot_be_used_end_in_one_line_before_the_pipeline_is_load
 def test_blank_lines_of_a_text_file_are_no_prompts(place):
     Path("rows.txt").write_text("a red cat\n\n  \na blue dog\n\n")
     assert ddpo.prompts_of("rows.txt", "train").prompts == ("a red cat", "a blue dog")
+
+
+def test_pictures_beside_prompts_are_read_when_their_prompt_is_drawn(place, monkeypatch):
+    write_rows("drawings/metadata.jsonl", [{"file_name": f"{i}.png", "prompt": f"a cat {i}"} for i in range(3)])
+    for number in range(3):
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(f"drawings/{number}.png")
+    decoded, decode = [], datasets.Image.decode_example
+    monkeypatch.setattr(
+        datasets.Image, "decode_example", lambda *args, **kwargs: (decoded.append(1), decode(*args, **kwargs))[1]
+    )
+    prompts = ddpo.prompts_of("drawings", "train")
+    assert not decoded
+    prompt, metadata = prompts()
+    assert prompt == f"a cat {metadata['image'].getpixel((0, 0))[0]}"
+    assert len(decoded) == 1
+
+
+def test_a_broken_line_beside_pictures_is_named(place, capsys, monkeypatch):
+    monkeypatch.setattr(ddpo.PairArguments, "pipeline", lambda self: pytest.fail("The pipeline is loaded."))
+    Path("pictures").mkdir()
+    for text in ('{"prompt": "a cat"', "3", "[1]"):
+        Path("pictures/metadata.jsonl").write_text(text + "\n")
+        error = error_of(["diffusion-dpo", "--model=model", "--dataset=pictures", "--mixed_precision=no"], capsys)
+        assert "pictures/metadata.jsonl, line 1, is no JSON object: " in error
+
+
+def test_stored_adapters_keep_their_rank(place, capsys):
+    tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
+    Path("drawings.txt").write_text("a red cat\na blue dog\n")
+    words = ("--dataset=drawings.txt", "--reward=rewards.py:redness", "--num_epochs=1", "--mixed_precision=no")
+    words += ("--sample_num_steps=2", "--sample_batch_size=2", "--train_batch_size=2", "--sample_guidance_scale=1")
+    run("ddpo", *words, "--lora_rank=2", "--output_dir=first", model="pipeline")
+    for rank in (0, 16):
+        error = error_of(["ddpo", "--model=first", *words, f"--lora_rank={rank}"], capsys)
+        assert f"lora_rank={rank} came, and first has adapters of rank 2" in error
+    *_, last = run("ddpo", *words, capsys=capsys, model="first")
+    assert last == 'The model is in runs/ddpo. Load it: pipeline.load_lora_weights("runs/ddpo")'
+    shapes = [weight.shape for name, weight in load_file("runs/ddpo/pytorch_lora_weights.safetensors").items()]
+    assert {min(shape) for shape in shapes} == {2}
+
+
+def test_a_replay_that_differs_ends_in_one_line(place, capsys, monkeypatch):
+    tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
+    Path("drawings.txt").write_text("a red cat\na blue dog\n")
+    words = ("--dataset=drawings.txt", "--reward=rewards.py:redness", "--num_epochs=1", "--mixed_precision=no")
+    words += ("--sample_num_steps=2", "--sample_batch_size=2", "--train_batch_size=2", "--sample_guidance_scale=1")
+    # Each pass through the denoiser adds noise, as dropout does.
+    forward = diffusers.UNet2DConditionModel.forward
+    monkeypatch.setattr(diffusers.UNet2DConditionModel, "forward", with_noise(forward))
+    error = error_of(["ddpo", "--model=pipeline", *words], capsys)
+    assert error.startswith("trimtab ddpo: error: Before the first update, replayed steps differ")
+
+
+def test_noise_that_the_scheduler_does_not_have_ends_in_one_line(place, capsys):
+    tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
+    Path("drawings.txt").write_text("a red cat\n")
+    words = ("--dataset=drawings.txt", "--reward=rewards.py:redness", "--mixed_precision=no", "--sample_eta=1.5")
+    assert "eta=1.5: DDIM takes 0 to 1" in error_of(["ddpo", "--model=pipeline", *words], capsys)
+
+
+def with_noise(forward):
+    """Returns a forward pass whose output changes from call to call."""
+
+    @functools.wraps(forward)
+    def noisy(*args, **kwargs):
+        (output,) = forward(*args, **kwargs | {"return_dict": False})
+        return (output + 0.1 * torch.randn_like(output),)
+
+    return noisy
 
 
 @pytest.mark.parametrize(

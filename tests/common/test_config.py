@@ -403,3 +403,9 @@ def test_a_setting_outside_its_range_is_refused_with_the_range(settings, words):
 def test_the_ends_of_a_range_and_an_absent_setting_are_accepted():
     Ranges(count=3.0, rate=1e-9, weight=0.0, share=1.0, decay=0.0, fraction=1.0, seed=0, free=float("nan"))
     Ranges(rate=None)
+
+
+def test_a_count_that_is_a_float_becomes_an_int():
+    settings = Ranges(count=64 / 2, retries=2.0, weight=2.0)
+    assert [type(value) for value in (settings.count, settings.retries, settings.weight)] == [int, int, float]
+    assert settings.count == 32

@@ -167,6 +167,23 @@ def test_the_first_step_is_drawn_within_its_bounds():
     assert drawn.count(4) > 300  # draws beyond the last step mean the last
 
 
+def test_bounds_beyond_the_schedule_are_said(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    trainer(tmp_path, truncated_rand_backprop_minmax=(1, STEPS))
+    assert not [warning for warning in recwarn if "reaches beyond" in str(warning.message)]
+    with pytest.warns(UserWarning, match=r"=\(0, 50\) reaches beyond the 3 steps.*: 96% of the draws.* to \(0, 2\)"):
+        trainer(tmp_path)
+
+
+def test_a_last_step_through_which_a_flow_hardly_trains_is_said(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    with pytest.warns(UserWarning, match=r"last step alone.* from t = 0\.0089.* almost nothing trains"):
+        trainer(tmp_path, pipeline=tiny.stable_diffusion_3(), **FIXED).step(0, 0)
+    recwarn.clear()
+    earlier = {"truncated_backprop_timestep": 1}
+    trainer(tmp_path, pipeline=tiny.stable_diffusion_3(), **FIXED | earlier).step(0, 0)
+    trainer(tmp_path, **FIXED).step(0, 0)
+    assert not [warning for warning in recwarn if "almost nothing trains" in str(warning.message)]
+
+
 # The trainer
 
 
@@ -189,6 +206,22 @@ def test_only_steps_from_the_first_have_a_gradient(tmp_path: Path):
     trained.model.register_forward_hook(lambda *_: asked.append(torch.is_grad_enabled()))
     trained.step(0, 0)
     assert asked == [False] * STEPS + [True] * 2
+
+
+def test_images_without_noise_are_those_of_the_stock_pipeline(tmp_path: Path):
+    trained = trainer(tmp_path, sample_eta=0.0, **FIXED)
+    images = trained.draw([("a cat", {})] * 2, STEPS - 1, tiny.generator())["images"]
+    call = {"num_inference_steps": STEPS, "guidance_scale": 3.0, "eta": 0.0, "output_type": "pt"}
+    stock = tiny.stable_diffusion()(["a cat"] * 2, generator=tiny.generator(), **call).images
+    torch.testing.assert_close(images.detach(), stock, rtol=1e-4, atol=1e-5)
+    trained.step(0, 0)
+    assert trained.last_stats["grad_norm"] > 0
+
+
+def test_the_learning_rate_is_that_of_the_update(tmp_path: Path):
+    settings = {"train_learning_rate": 1e-2, "train_warmup_steps": 4, "save_freq": 100}
+    history = trainer(tmp_path, **settings, **FIXED).train(5)
+    assert [stats["learning_rate"] for stats in history] == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2])
 
 
 def test_checkpointing_activations_changes_no_gradient(tmp_path: Path):
@@ -287,6 +320,8 @@ def test_a_reward_may_return_facts_beside_its_numbers(tmp_path: Path):
         ({"truncated_backprop_rand": False}, "truncated_backprop_timestep=49 is beyond the last step, 2"),
         ({"truncated_rand_backprop_minmax": (3, 9)}, "beyond the last step, 2"),
         ({"truncated_rand_backprop_minmax": (2, 1)}, "not larger than the second"),
+        ({"truncated_rand_backprop_minmax": (1,)}, r"=\(1,\): two whole numbers are needed"),
+        ({"truncated_rand_backprop_minmax": (1.0, 2.0)}, r"=\(1\.0, 2\.0\): two whole numbers are needed"),
         ({"low_variance_samples": 2}, "through the last step alone"),
         ({"mixed_precision": "half"}, "none of no, fp16, bf16"),
         ({"train_learning_rate": 0}, "train_learning_rate"),

@@ -42,6 +42,12 @@ def test_images_are_those_of_the_stock_pipeline(kind: str, tmp_path: Path):
     assert ddpo.evaluate() == stats
 
 
+def test_an_evaluation_scores_as_training_does(tmp_path: Path):
+    ddpo = trainer(str(tmp_path), **EVALUATION)
+    ddpo.compute_rewards = lambda batches, is_async=False: ([torch.full((len(b[1]),), 7.0) for b in batches], [])
+    assert ddpo.evaluate()["eval/reward_mean"] == 7
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_evaluations_come_every_so_many_epochs_and_leave_training_alone(tmp_path: Path):
     runs = {}

@@ -87,3 +87,13 @@ def test_gradients_that_overflow_skip_the_update_and_lower_the_scale(monkeypatch
     ddpo.step(1, ddpo.global_step)
     assert not torch.equal(torch.cat([weight.flatten() for weight in ddpo.model.parameters()]), before)
     assert ddpo.last_stats["policy/overflowed"] == 0
+
+
+def test_gradients_that_overflow_at_every_scale_end_the_run(monkeypatch):
+    ddpo = trainer(train_gradient_accumulation_steps=1)
+    scaler = with_loss_scale(ddpo, 2.0, monkeypatch)
+    for weight in ddpo.model.parameters():
+        weight.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(TrainingDivergedError, match=r"lowered the loss scale to 0\.5: nothing trains.*bf16"):
+        ddpo.step(0, 0)
+    assert scaler.get_scale() == 0.5

@@ -19,6 +19,7 @@ from trimtab_diffusion import (
     DDPOTrainer,
     DefaultDDPOStableDiffusionPipeline,
 )
+from trimtab_diffusion.ddpo.sampling import Batches
 from trimtab_diffusion.training.sampling import rewards_of
 
 SMALL = {
@@ -293,14 +294,51 @@ def test_prompts_drawn_by_numpy_are_saved_and_resumed_as_texts(tmp_path):
     assert sum(len(rewards) for rewards in statistics.values()) == 4
 
 
-def test_a_schedule_without_noise_trains_nothing_and_says_so():
+def test_a_schedule_without_noise_is_refused_before_sampling():
     pipeline = tiny.stable_diffusion()
     pipeline.scheduler = tiny.ddim(steps_offset=0, set_alpha_to_one=True)
     one = trainer(pipeline=pipeline, sample_num_steps=1)
-    before = weights(one)
+    one.draw = lambda epoch: pytest.fail("images were sampled")
     with pytest.raises(ValueError, match="No step of this schedule has noise"):
         one.step(0, 0)
+
+
+def test_a_schedule_that_loses_its_noise_later_trains_nothing_and_says_so():
+    one = trainer(sample_num_steps=1)
+    one.step(0, 0)
+    one.sd_pipeline.scheduler = tiny.ddim(steps_offset=0, set_alpha_to_one=True)
+    before = weights(one)
+    with pytest.raises(ValueError, match="No step of this schedule has noise"):
+        one.step(1, one.global_step)
     assert torch.equal(weights(one), before)
+
+
+def test_the_learning_rate_is_that_of_the_last_update():
+    one, rates = trainer(train_warmup_steps=4), []
+    for epoch in range(2):  # of two updates
+        one.step(epoch, one.global_step)
+        rates.append(one.last_stats["learning_rate"])
+    assert rates == pytest.approx([5e-3, 1e-2])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rewards_are_computed_without_gradients(is_async):
+    modes = []
+
+    def reward(images: torch.Tensor, prompts: Any, metadata: Any) -> torch.Tensor:
+        modes.append(torch.is_grad_enabled())
+        return redness(images, prompts, metadata)
+
+    trainer(reward, async_reward_computation=is_async).step(0, 0)
+    assert modes == [False, False]
+    assert torch.is_grad_enabled()
+
+
+def test_a_part_of_the_batches_is_a_list():
+    one = trainer()
+    sampled = Batches(one.sd_pipeline, [("a cat", {})] * 6, tiny.generator(), one.config)
+    assert [len(batch[1]) for batch in sampled[1:]] == [2, 2]
+    assert sampled[1:][0] is sampled[1]
 
 
 def test_steps_without_noise_are_left_out_and_that_is_said():

@@ -98,13 +98,12 @@ def test_a_window_larger_than_the_schedule_is_refused():
         DDPOConfig(sample_num_steps=6, sample_window=7, mixed_precision="no")
 
 
-def test_a_window_that_will_leave_the_noise_is_refused_in_the_first_epoch(tmp_path: Path):
+def test_a_window_that_will_leave_the_noise_is_refused_before_sampling(tmp_path: Path):
     pipeline = tiny.stable_diffusion(scheduler=tiny.ddim(set_alpha_to_one=True))  # the last step has no noise
     ddpo = trainer(str(tmp_path), pipeline, **SIZES | {"sample_window": 1, "num_epochs": 6})
-    before = weights(ddpo)
+    ddpo.draw = lambda epoch: pytest.fail("images were sampled")
     with pytest.raises(ValueError, match=r"would move to step 6 of 6.*Set sample_window=2 or more"):
         ddpo.step(0, 0)
-    assert all(torch.equal(weight, before[name]) for name, weight in weights(ddpo).items())
     for settings in (
         {"sample_window": 2, "num_epochs": 6},
         {"sample_window": 1, "sample_window_interval": 0, "num_epochs": 6},

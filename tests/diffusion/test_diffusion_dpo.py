@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from diffusers import StableDiffusionXLImg2ImgPipeline
 from PIL import Image
 from tests.diffusion import test_modern_pipelines as modern
 from tests.diffusion import tiny
@@ -15,8 +16,11 @@ from tests.diffusion.run_diffusion_dpo_distributed import KINDS, rows_of, run, s
 from tests.marks import slow_but
 from tests.processes import results_of_two
 
+from trimtab_common.health import TrainingDivergedError
+from trimtab_common.sealing import CheckpointError
 from trimtab_diffusion import DDPOStableDiffusionPipeline, DiffusionDPOConfig, DiffusionDPOTrainer
 from trimtab_diffusion.diffusion_dpo.algorithm import errors, noised
+from trimtab_diffusion.diffusion_dpo.data import encoded
 from trimtab_diffusion.diffusion_dpo.loss import diffusion_dpo_loss
 from trimtab_diffusion.training import setup
 
@@ -64,8 +68,8 @@ def test_errors_are_those_of_the_noised_latents(kind: str, tmp_path: Path):
     noise = torch.randn(3, *pictures.first.shape[1:], generator=draws)
     prompts = [f"a cat {row}" for row in rows.tolist()]
     text = trained.sd_pipeline.sd_pipeline.encode_prompt(prompts, "cpu", 1, do_classifier_free_guidance=False)[0]
-    for half, offset in ((found[:3], 0), (found[3:], 8)):
-        clean = pictures.latents[rows + offset, 0]
+    for half, side in ((found[:3], 0), (found[3:], 1)):
+        clean = pictures.latents[rows, side]
         latents = scheduler.add_noise(clean, noise, times)
         target = {"epsilon": noise, "sample": clean, "v_prediction": scheduler.get_velocity(clean, noise, times)}[kind]
         with torch.no_grad():
@@ -77,12 +81,71 @@ def test_latents_are_those_of_the_autoencoder(tmp_path: Path):
     rows = rows_of(8)
     trained = trainer(tmp_path, tiny.stable_diffusion_3(), rows, encode_batch_size=3)
     vae = trained.sd_pipeline.vae
-    for place, picture in ((2, rows[2]["chosen"]), (8 + 5, rows[5]["rejected"])):
+    for place, picture in (((2, 0), rows[2]["chosen"]), ((5, 1), rows[5]["rejected"])):
         pixels = (picture * 255).round()[None] / 127.5 - 1
         with torch.no_grad():
             mode = vae.encode(pixels).latent_dist.mode()
         expected = (mode - vae.config.shift_factor) * vae.config.scaling_factor
         torch.testing.assert_close(trained.pictures.latents[place], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_latents_of_an_autoencoder_with_statistics_are_those_of_image_to_image(tmp_path: Path):
+    rows, pipeline = rows_of(8), tiny.stable_diffusion_xl()
+    mean, std = [0.3, -0.2, 0.1, 0.5], [1.5, 0.5, 2.0, 1.2]
+    pipeline.vae.register_to_config(latents_mean=mean, latents_std=std)
+    trained = trainer(tmp_path, pipeline, rows)
+    image = (rows[3]["chosen"] * 255).round()[None] / 127.5 - 1
+    stock = StableDiffusionXLImg2ImgPipeline(**pipeline.components, add_watermarker=False)
+    pipeline.vae.encode = without_draws(pipeline.vae.encode)
+    with torch.no_grad():
+        expected = stock.prepare_latents(image, None, 1, 1, torch.float32, "cpu", tiny.generator(), add_noise=False)
+    torch.testing.assert_close(trained.pictures.latents[3, 0], expected[0], rtol=1e-4, atol=1e-5)
+
+
+def without_draws(encode: Any) -> Any:
+    """Returns an encoder whose distribution gives its mode where img2img would draw from it."""
+
+    def mode_alone(pixels: torch.Tensor) -> Any:
+        output = encode(pixels)
+        output.latent_dist.sample = lambda generator=None: output.latent_dist.mode()
+        return output
+
+    return mode_alone
+
+
+@pytest.mark.parametrize("upcast", [True, False])
+def test_an_autoencoder_that_overflows_in_half_precision_encodes_in_float32(upcast: bool, tmp_path: Path):
+    pipeline, dtypes = tiny.stable_diffusion_xl(), set[torch.dtype]()
+    pipeline.vae.to(torch.bfloat16).register_to_config(force_upcast=upcast)
+    pipeline.vae.encoder.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
+    with tiny.from_seed(1):
+        wrapped = DDPOStableDiffusionPipeline(pipeline)
+    encoded(wrapped, rows_of(2), batch_size=2)
+    assert dtypes == {torch.float32 if upcast else torch.bfloat16}
+    assert pipeline.vae.dtype == torch.bfloat16
+
+
+def test_latents_that_are_not_finite_are_named(tmp_path: Path):
+    pipeline = tiny.stable_diffusion()
+    encode, calls = pipeline.vae.encode, list[int]()
+
+    def broken(pixels: torch.Tensor) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            pixels = pixels.clone()
+            pixels[3] = torch.nan  # the second rejected picture of two pairs
+        return encode(pixels)
+
+    pipeline.vae.encode = broken
+    with pytest.raises(
+        TrainingDivergedError, match=r"the latents of the rejected pictures, counted from row 2: 1 \(1 of"
+    ):
+        trainer(tmp_path, pipeline, encode_batch_size=2)
+
+
+def test_what_the_denoiser_reads_of_a_caption_is_kept_once(tmp_path: Path):
+    pictures = trainer(tmp_path).pictures
+    assert len(pictures) == len(pictures.conditions["encoder_hidden_states"]) == 8
 
 
 def test_both_pictures_of_a_pair_get_the_same_noise(tmp_path: Path):
@@ -217,6 +280,36 @@ def test_a_faulty_row_is_refused_before_any_work(rows: Any, words: str, tmp_path
     pipeline.vae.register_forward_hook(lambda *_: pytest.fail("pictures were encoded"))
     with pytest.raises(ValueError, match=words):
         trainer(tmp_path, pipeline, rows)
+
+
+def test_a_wrong_checkpoint_is_reported_before_pictures_are_encoded(tmp_path: Path):
+    pipeline = tiny.stable_diffusion()
+    pipeline.vae.encoder.register_forward_hook(lambda *_: pytest.fail("pictures were encoded"))
+    with pytest.raises(CheckpointError, match="resume_from='nope'"):
+        trainer(tmp_path, pipeline, resume_from="nope")
+
+
+def test_a_size_that_the_pipeline_cannot_divide_is_refused_before_any_work(tmp_path: Path):
+    rows = [row | {name: torch.rand(3, 18, 16) for name in ("chosen", "rejected")} for row in rows_of(8)]
+    pipeline = tiny.stable_diffusion_3()
+    pipeline.vae.encoder.register_forward_hook(lambda *_: pytest.fail("pictures were encoded"))
+    with pytest.raises(ValueError, match=r"16 x 18 pixels, and StableDiffusion3Pipeline takes sides .* multiples of 4"):
+        trainer(tmp_path, pipeline, rows)
+
+
+def test_a_size_far_from_the_pipelines_own_is_said(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    trainer(tmp_path)
+    assert not [warning for warning in recwarn if "own size" in str(warning.message)]
+    rows = [row | {name: torch.rand(3, 48, 32) for name in ("chosen", "rejected")} for row in rows_of(8)]
+    with pytest.warns(UserWarning, match="32 x 48 pixels, and the pipeline's own size is 16 x 16"):
+        trainer(tmp_path, rows=rows)
+
+
+@pytest.mark.parametrize("name", ["height", "num_inference_steps", "guidance_scale"])
+def test_arguments_of_the_trainer_are_refused_in_call_kwargs(name: str, tmp_path: Path):
+    wrapped = DDPOStableDiffusionPipeline(tiny.stable_diffusion(), call_kwargs={name: 8})
+    with pytest.raises(ValueError, match=f"call_kwargs has {name}, which the trainer passes itself"):
+        DiffusionDPOTrainer(DiffusionDPOConfig(mixed_precision="no", logdir=str(tmp_path)), wrapped, rows_of(2))
 
 
 def test_no_rows_are_refused(tmp_path: Path):

@@ -194,6 +194,16 @@ def test_flux_takes_embedded_and_classifier_free_guidance():
     assert not torch.allclose(replayed, other, atol=1e-3)
 
 
+def test_a_negative_prompt_that_embedded_guidance_does_not_read_is_refused(tmp_path: Path):
+    config = DDPOConfig(mixed_precision="no", logdir=str(tmp_path), negative_prompts="dull")
+    for call in ({}, {"true_cfg_scale": 1.0}):
+        wrapped = DDPOStableDiffusionPipeline(modern.flux(), call_kwargs=SIZES["flux"] | call)
+        with pytest.raises(ValueError, match="'dull' came, and the guidance_scale of FluxPipeline is embedded"):
+            DDPOTrainer(config, brightness, lambda: ("a cat", {}), wrapped)
+    wrapped = DDPOStableDiffusionPipeline(modern.flux(), call_kwargs=SIZES["flux"] | {"true_cfg_scale": 2.0})
+    assert DDPOTrainer(config, brightness, lambda: ("a cat", {}), wrapped)
+
+
 def test_qwen_image_keeps_the_norm_of_every_token():
     pipeline, scale = modern.qwen_image(), 4.0
     options = {"true_cfg_scale": scale, "negative_prompt": ["something dull"], **SIZES["qwen_image"]}

@@ -14,7 +14,7 @@ from torch.distributions import Normal
 from trimtab_diffusion.compat.trees import tree_leaves
 from trimtab_diffusion.recorder import record
 from trimtab_diffusion.steps import gaussian_logprob
-from trimtab_diffusion.trajectories import Fixed, Trajectories, sampled_pairs
+from trimtab_diffusion.trajectories import Fixed, Trajectories, joined, sampled_pairs
 
 PROMPTS = ["a red cat", "two dogs"]
 NEGATIVE = ["dull", "blurred, grey"]
@@ -412,3 +412,24 @@ def test_a_pipeline_without_a_denoiser_is_refused():
     pipeline.unet = None
     with pytest.raises(ValueError, match="StableDiffusionPipeline has neither unet nor transformer"):
         record(pipeline, eta=1.0, **call)
+
+
+def test_calls_whose_fixed_arguments_differ_do_not_go_into_one_batch():
+    def part(scale: float, ids: list[float]) -> dict[str, Any]:
+        return {"scale": Fixed(scale), "ids": Fixed(torch.tensor(ids)), "others": Fixed(None)}
+
+    assert joined([part(1.0, [0.0]), part(1.0, [0.0])], dim=0)["ids"].value.tolist() == [0.0]
+    for other in (part(2.0, [0.0]), part(1.0, [1.0]), part(1.0, [0.0]) | {"others": Fixed(1)}):
+        with pytest.raises(ValueError, match=r"do not go into one batch: .*differs between calls"):
+            joined([part(1.0, [0.0]), other], dim=0)
+
+
+def test_trajectories_are_built_once():
+    seen = list[Trajectories]()
+
+    def finish(path: Trajectories) -> torch.Tensor:
+        seen.append(path)
+        return path.latents[:, -1]
+
+    _, _, path = recorded("stable_diffusion", FREE, finish=finish)
+    assert path is seen[0]

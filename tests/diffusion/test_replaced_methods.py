@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DPMSolverMultistepScheduler
 from peft import LoraConfig
 from tests.diffusion import tiny
 
@@ -14,16 +15,21 @@ from trimtab_diffusion import (
     DDPOTrainer,
     DiffusionDPOConfig,
     DiffusionDPOTrainer,
+    DiffusionNFTConfig,
+    DiffusionNFTTrainer,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-def trained(kind: type[DDPOStableDiffusionPipeline], folder: Path) -> tuple[DiffusionDPOTrainer, set[str]]:
+def trained(
+    kind: type[DDPOStableDiffusionPipeline], folder: Path, *, use_lora: bool = False, resume_from: str = ""
+) -> tuple[DiffusionDPOTrainer, set[str]]:
     """Returns a trainer after two updates, and the names of the weights that changed."""
     rows = [{"prompt": "a cat", "chosen": torch.ones(3, 16, 16), "rejected": torch.zeros(3, 16, 16)}] * 4
-    config = DiffusionDPOConfig(num_epochs=1, train_batch_size=2, mixed_precision="no", logdir=str(folder))
-    trainer = DiffusionDPOTrainer(config, kind(tiny.stable_diffusion()), rows)
+    sizes: dict[str, Any] = {"num_epochs": 1, "train_batch_size": 2, "mixed_precision": "no"}
+    config = DiffusionDPOConfig(**sizes, logdir=str(folder), resume_from=resume_from)
+    trainer = DiffusionDPOTrainer(config, kind(tiny.stable_diffusion(), use_lora=use_lora), rows)
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     trainer.train()
     return trainer, {
@@ -54,6 +60,19 @@ def test_a_pipeline_that_returns_fewer_layers_trains_fewer(kind: type, tmp_path:
     assert sum(weight.numel() for weight in trainer.trainable_layers) == sum(
         weight.numel() for weight in trainer.sd_pipeline.denoiser.up_blocks.parameters()
     )
+
+
+def test_a_part_of_the_adapters_trains_beside_a_reference_without_adapters(tmp_path: Path):
+    trainer, changed = trained(UpBlocks, tmp_path, use_lora=True)
+    assert changed
+    assert all(name.startswith("up_blocks.") for name in changed)
+    assert {id(weight) for weight in trainer.trainable_layers} == {
+        id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]
+    }
+    assert all(weight.grad is None for weight in trainer.model.parameters())
+    resumed, changed = trained(UpBlocks, tmp_path, use_lora=True, resume_from="latest")
+    assert resumed.first_epoch == 1
+    assert not changed
 
 
 @pytest.mark.parametrize("part", ["vae", None])
@@ -90,6 +109,47 @@ def test_a_method_of_a_pipeline_that_no_trainer_calls_cannot_be_replaced(name: s
     kind = type("Own", (DDPOStableDiffusionPipeline,), {name: lambda self: None})
     with pytest.raises(TypeError, match=f"Own replaces {name}, which no trainer calls.*{instead}"):
         kind(tiny.stable_diffusion())
+
+
+class OwnCall(DDPOStableDiffusionPipeline):
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return super().__call__(*arguments, **options)
+
+
+def test_a_call_that_evaluations_and_solvers_do_not_make_cannot_be_replaced(tmp_path: Path):
+    def reward(images: torch.Tensor, *_: Any) -> torch.Tensor:
+        return images.flatten(1).mean(1)
+
+    where: dict[str, Any] = {"mixed_precision": "no", "logdir": str(tmp_path)}
+    pipeline, prompts = OwnCall(tiny.stable_diffusion()), lambda: ("a cat", {})
+    with pytest.raises(TypeError, match="OwnCall replaces __call__, which evaluations do not call"):
+        DDPOTrainer(DDPOConfig(**where), reward, prompts, pipeline, eval_prompts=[("a cat", {})])
+    DDPOTrainer(DDPOConfig(**where), reward, prompts, pipeline)
+    solver = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
+    with pytest.raises(TypeError, match="OwnCall replaces __call__, which solvers do not call"):
+        DiffusionNFTTrainer(DiffusionNFTConfig(**where), reward, prompts, pipeline, solver=solver)
+
+
+def test_a_reference_that_is_a_frozen_copy_cannot_be_replaced(tmp_path: Path):
+    class Own(UpBlocks):
+        def reference(self) -> Any:
+            return super().reference()
+
+    with pytest.raises(TypeError, match="Own replaces reference, which is called where new adapters train alone"):
+        trained(Own, tmp_path)
+    assert trained(Own, tmp_path, use_lora=True)
+
+
+@pytest.mark.parametrize("name", ["loss", "calculate_loss"])
+def test_a_clipped_loss_that_the_score_function_does_not_call_cannot_be_replaced(name: str, tmp_path: Path):
+    kind = type("Own", (DDPOTrainer,), {name: lambda self, *arguments: None})
+    config = DDPOConfig(estimator="sf", mixed_precision="no", train_batch_size=2, logdir=str(tmp_path))
+    inputs = (lambda images, *_: images.flatten(1).mean(1), lambda: ("a cat", {}), tiny.stable_diffusion())
+    if name == "calculate_loss":
+        assert kind(config, *inputs)
+    else:
+        with pytest.raises(TypeError, match=r"Own replaces loss, which estimator='sf' does not call.*calculate_loss"):
+            kind(config, *inputs)
 
 
 @pytest.mark.parametrize("estimator", ["rwr", "rwr_sparse"])

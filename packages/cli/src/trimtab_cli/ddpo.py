@@ -23,8 +23,10 @@ from trimtab_diffusion import (
     DiffusionNFTConfig,
     DiffusionNFTTrainer,
 )
+from trimtab_diffusion.ddpo.selfcheck import ReplayError
 from trimtab_diffusion.diffusion_dpo.data import check_pairs
 from trimtab_diffusion.prompts import Prompts
+from trimtab_diffusion.steps import ScheduleError
 from trimtab_diffusion.training.sampling import RewardFunction
 from trimtab_lm.data.prompts import open_dataset
 
@@ -75,8 +77,21 @@ class PipelineArguments:
         refuse_missing_path(self.dataset)
 
     def pipeline(self) -> DefaultDDPOStableDiffusionPipeline:
-        """The pipeline, with adapters if they train."""
-        return DefaultDDPOStableDiffusionPipeline(self.model, use_lora=self.lora_rank > 0, lora_rank=self.lora_rank)
+        """The pipeline, with adapters if they train.
+
+        Raises:
+            ValueError: lora_rank is set, and the model has adapters of another rank.
+        """
+        rank = self.lora_rank
+        pipeline = DefaultDDPOStableDiffusionPipeline(self.model, use_lora=rank > 0, lora_rank=rank)
+        if pipeline.use_lora and not pipeline.has_new_adapters:
+            stored = pipeline.denoiser.peft_config[pipeline.denoiser.active_adapters()[0]].r
+            if rank not in (stored, type(self).lora_rank):
+                raise ValueError(
+                    f"lora_rank={rank} came, and {self.model} has adapters of rank {stored}, which would go on "
+                    "training. Leave out lora_rank, or name the model without adapters."
+                )
+        return pipeline
 
 
 @dataclass(kw_only=True)
@@ -161,8 +176,8 @@ def prompts_of(dataset: str, split: str, config: str | None = None) -> Prompts:
             raise ValueError(
                 f"Row {number} of {dataset} has the {column} {prompt!r}. Write a text there, or leave the row out."
             )
-    metadata = rows.remove_columns(column) if len(rows.column_names) > 1 else [{}] * len(rows)
-    return Prompts(prompts, tuple(metadata))
+    # The other columns stay in the dataset, which reads a row, and decodes its pictures, when its prompt is drawn.
+    return Prompts(prompts, rows.remove_columns(column) if len(rows.column_names) > 1 else [{}] * len(rows))
 
 
 def ddpo(argv: Sequence[str]) -> int:
@@ -194,8 +209,13 @@ def pairs_of(dataset: str, split: str, config: str | None = None) -> Dataset:
     """
     metadata = Path(dataset, "metadata.jsonl")
     if metadata.is_file():
-        with metadata.open(encoding="utf-8") as lines:
-            columns = list(json.loads(next(lines, "{}")))
+        try:
+            with metadata.open(encoding="utf-8") as lines:
+                columns = list(dict(json.loads(next(lines, "{}"))))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{metadata}, line 1, is no JSON object: {error}. Write one object in each line."
+            ) from error
         if missing := {"prompt", "chosen_file_name", "rejected_file_name"}.difference(columns):
             raise ValueError(
                 f"{metadata} has {columns}, and not {sorted(missing)}. Each line needs a caption and the names of two "
@@ -240,10 +260,11 @@ def _train(name: str, argv: Sequence[str], arguments: Any, config_kind: Any, kin
         trainer = kind(config, *inputs, **options)
         trainer.run.about = about_run(run)
     trainer.sd_pipeline.set_progress_bar_config(disable=True)
-    with errors_in_one_line(name, DURING_TRAINING):
+    with errors_in_one_line(name, (*DURING_TRAINING, ReplayError, ScheduleError)):
         trainer.train()
     trainer.save_pretrained(run.output_dir)
     if trainer.accelerator.is_main_process:
-        how = "pipeline.load_lora_weights" if run.lora_rank else "DiffusionPipeline.from_pretrained"
+        is_lora = trainer.sd_pipeline.use_lora
+        how = "pipeline.load_lora_weights" if is_lora else "DiffusionPipeline.from_pretrained"
         print(f'The model is in {run.output_dir}. Load it: {how}("{run.output_dir}")')
     return 0

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import Tensor, nn
 
+from trimtab_common.health import TrainingDivergedError
 from trimtab_common.sharding import whole_tensor
 from trimtab_common.stats import Mean
 
@@ -65,10 +66,19 @@ class WeighingAccelerator(Accelerator):
 
         Args:
             norm: the gradient's norm, before it is clipped, after it was divided by the loss scale.
+
+        Raises:
+            TrainingDivergedError: the update is skipped, and the scale is below 1: a smaller one would not help.
         """
         if self.scaler is None:
             return {"grad_norm": Mean(norm, 1.0)}
         is_skipped = not bool(torch.isfinite(norm))
+        if is_skipped and (scale := self.scaler.get_scale()) < 1:
+            raise TrainingDivergedError(
+                f"The gradient is not finite in fp16, and the updates that were skipped for it have lowered the loss "
+                f"scale to {scale:.3g}: nothing trains. Train in bf16 or float32, or resume from the last checkpoint "
+                "with a lower learning rate."
+            )
         stats = {"policy/overflowed": Mean(float(is_skipped), 1.0)}
         return stats if is_skipped else stats | {"grad_norm": Mean(norm, 1.0)}
 

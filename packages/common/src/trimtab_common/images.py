@@ -1,4 +1,4 @@
-"""Converts images for trackers."""
+"""Converts images to PIL images in RGB, for trackers, rewards and trainers."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ Picture = Image.Image | np.ndarray | torch.Tensor
 
 
 def to_pil(image: Picture) -> Image.Image:
-    """Converts an image to RGB.
+    """Converts an image to RGB; transparent pixels show a white background.
 
     Args:
         image: a PIL image, or an array [3, H, W] or [H, W, 3], uint8 or float within [0, 1].
@@ -17,6 +17,8 @@ def to_pil(image: Picture) -> Image.Image:
         ValueError: the array has another shape, or floats outside [0, 1].
     """
     if isinstance(image, Image.Image):
+        if image.has_transparency_data:
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return image.convert("RGB")
     if isinstance(image, torch.Tensor):
         image = (image.float() if image.is_floating_point() else image).detach().cpu().numpy()

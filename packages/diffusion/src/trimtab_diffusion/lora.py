@@ -52,12 +52,19 @@ def add_lora(denoiser: PeftAdapterMixin, *, rank: int) -> None:
 
 @contextmanager
 def without_lora(denoiser: PeftAdapterMixin) -> Iterator[nn.Module]:
-    """Switches the adapters of a denoiser off inside the block, which gets the denoiser."""
+    """Switches the adapters of a denoiser off inside the block, which gets the denoiser; the same weights train after.
+
+    PEFT lets all weights of the active adapter train when it switches them on again.
+    """
+    module = cast(nn.Module, denoiser)
+    trains = {name: weight.requires_grad for name, weight in module.named_parameters()}
     denoiser.disable_adapters()
     try:
-        yield cast(nn.Module, denoiser)
+        yield module
     finally:
         denoiser.enable_adapters()
+        for name, weight in module.named_parameters():
+            weight.requires_grad_(trains[name])
 
 
 def save_lora(pipeline: Any, folder: str | Path, denoiser_weights: Mapping[str, Tensor] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The pipelines that DDPOTrainer trains: any diffusers pipeline whose denoiser is called once a step."""
+"""The pipelines that the trainers train: any diffusers pipeline whose denoiser is called once a step."""
 
 import inspect
 import warnings
@@ -58,7 +58,7 @@ class DDPOSchedulerOutput:
 
 
 class DDPOStableDiffusionPipeline:
-    """A diffusers pipeline that is ready for DDPO: the denoiser trains, and everything else is frozen.
+    """A diffusers pipeline that is ready for a trainer: the denoiser trains, and everything else is frozen.
 
     A scheduler whose steps have no log-probability is replaced, with a warning. A safety checker is switched off, with
     a warning, because it would pass black images to the reward.
@@ -231,7 +231,7 @@ class DDPOStableDiffusionPipeline:
         return nullcontext
 
     def reference(self) -> AbstractContextManager[nn.Module]:
-        """Returns a context manager that gives the denoiser with its adapters off."""
+        """Returns a context manager that gives the denoiser with its adapters off: the reference of new adapters."""
         return without_lora(self.denoiser)
 
     def get_trainable_layers(self) -> nn.Module | Iterable[nn.Module | nn.Parameter]:

@@ -40,7 +40,7 @@ class Prompts:
     """
 
     prompts: tuple[str, ...]
-    metadata: tuple[Metadata, ...]
+    metadata: Sequence[Metadata]
 
     def __call__(self) -> tuple[str, dict[str, Any]]:
         index = random.randrange(len(self.prompts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, TypeAlias, cast
@@ -130,6 +129,7 @@ class _Recorder:
         self.latents: list[Tensor] = []
         self.logprobs: list[Tensor] = []
         self.following = torch.empty(0)  # the latents after the last step
+        self.path: Trajectories | None = None  # of all steps, once `finish` has them
 
     def see(self, module: nn.Module, args: tuple[object, ...], kwargs: Arguments, output: Sequence[Tensor]) -> None:
         """Remembers one call of the denoiser."""
@@ -151,7 +151,7 @@ class _Recorder:
         elif asked != self.asked or len(inputs) != len(self.inputs[-1]):
             raise ValueError(
                 f"{type(self.pipeline).__name__} changed its guidance from {self.asked[1]} to {asked[1]} between two "
-                "steps. DDPO replays all steps with one scale. Use no callback that changes it."
+                "steps. A replay takes all steps with one scale. Use no callback that changes it."
             )
         number, is_flow = len(self.latents), self.steps.is_flow
         mean, std = self.steps.gaussian(model_output, sample, torch.full((len(sample),), number))
@@ -170,7 +170,8 @@ class _Recorder:
         )
         if self.finish is not None and len(self.latents) == len(self.steps):
             torch.set_grad_enabled(True)  # until the pipeline's call ends, which restores what was before it
-            following = self.finish(self.trajectories()).to(sample.dtype)
+            self.path = self.trajectories()
+            following = self.finish(self.path).to(sample.dtype)
         if isinstance(result, tuple):
             return (following, *result[1:])
         result.prev_sample = following
@@ -188,8 +189,8 @@ class _Recorder:
             count = "1 time" if len(copies) == 1 else f"{len(copies)} times"
             raise ValueError(
                 f"{kind} called its {denoiser_name(self.pipeline)} {count} for one step, on "
-                f"{' and '.join(map(str, copies)) or 'no'} copies of the latents. DDPO can replay one copy, or one "
-                "with the prompt and one without. Switch off the other guidance."
+                f"{' and '.join(map(str, copies)) or 'no'} copies of the latents. A replay calls it on one copy, or "
+                "on one with the prompt and one without. Switch off the other guidance."
             )
         (name, *_), reads, inputs, outputs = zip(*calls, strict=True)
         seen = torch.cat(reads)
@@ -216,7 +217,7 @@ class _Recorder:
                 whether the latents are those after the step before.
 
         Raises:
-            ValueError: DDPO cannot replay a step.
+            ValueError: a step cannot be replayed.
         """
         kind = type(self.pipeline).__name__
         keeps_norm = not bool(checks[:, 2].all())
@@ -237,18 +238,20 @@ class _Recorder:
                 )
             if not is_unchanged:
                 raise ValueError(
-                    f"{kind} changed the latents between two steps, which DDPO cannot replay. Use no callback that "
+                    f"{kind} changed the latents between two steps, which cannot be replayed. Use no callback that "
                     "changes them, and for inpainting a denoiser with inputs for the mask."
                 )
         return keeps_norm
 
     def trajectories(self) -> Trajectories:
-        """Returns the recorded trajectories, if DDPO can replay all steps; waits for the device once to know it."""
+        """Returns the recorded trajectories, if all steps can be replayed; waits for the device once to know it."""
         if not self.latents or len(self.latents) != len(self.steps):
             raise ValueError(
                 f"{type(self.pipeline).__name__} took {len(self.latents)} of {len(self.pipeline.scheduler.timesteps)} "
-                "steps. DDPO needs a pipeline that calls its scheduler's step for each of its timesteps."
+                "steps. Use a pipeline that calls its scheduler's step for each of its timesteps."
             )
+        if self.path is not None:
+            return self.path
         checks, times = moved([torch.stack(self.checks), torch.stack(self.times)], torch.device("cpu"))
         name, scale, dtype = self.asked
         calls = [
@@ -271,10 +274,10 @@ class _Recorder:
         if isinstance(value, Tensor) and value.dim() and len(value) == count and name not in POSITIONS:
             over_steps = torch.stack(cast(list[Tensor], [*seen[:1]] if is_same else [*seen])).detach()
             return over_steps.unflatten(1, (copies, -1)).movedim(2, 0).to(self.device)
-        equal: Any = torch.equal if isinstance(value, Tensor) else operator.eq
-        if not is_same and not all(type(one) is type(value) and equal(one, value) for one in seen):
+        fixed = Fixed(value)
+        if not is_same and not all(fixed.is_same(Fixed(one)) for one in seen):
             raise ValueError(
-                f"{type(self.pipeline).__name__} changed the denoiser's {name} between two steps. DDPO can replay only "
-                "values that do not change or that have a row for each image. Use no callback that changes it."
+                f"{type(self.pipeline).__name__} changed the denoiser's {name} between two steps. Only values that do "
+                "not change or that have a row for each image can be replayed. Use no callback that changes it."
             )
-        return Fixed(value)
+        return fixed

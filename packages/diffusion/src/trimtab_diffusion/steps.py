@@ -14,6 +14,10 @@ from torch import Tensor
 from trimtab_common.accelerators import moved
 
 
+class ScheduleError(ValueError):
+    """A scheduler's steps cannot be taken, or nothing can be trained on them, with these settings."""
+
+
 class Scheduler(Protocol):
     """A diffusers scheduler. DDIM has alphas, flow matching has sigmas."""
 
@@ -225,22 +229,22 @@ class Steps:
             window: the steps from the first number to before the second have noise; None: all.
 
         Raises:
-            ValueError: eta is out of range, the scheduler is of another kind, or its schedule divides by 0.
+            ScheduleError: eta is out of range, the scheduler is of another kind, or its schedule divides by 0.
         """
         config, timesteps = scheduler.config, scheduler.timesteps.detach().cpu()
         is_flow = "FlowMatch" in type(scheduler).__name__
         if eta < 0 or (eta > 1 and not is_flow):
-            raise ValueError(f"eta={eta}: DDIM takes 0 to 1, a flow 0 or more.")
+            raise ScheduleError(f"eta={eta}: DDIM takes 0 to 1, a flow 0 or more.")
         if is_flow:
             sigmas = scheduler.sigmas.detach().cpu().float()
             if len(timesteps) < 2:
-                raise ValueError(
+                raise ScheduleError(
                     f"A flow of {len(timesteps)} steps came. Use 2 steps or more: the noise of the first one depends "
                     "on the second sigma."
                 )
             return cls(timesteps, sigmas[:-1], sigmas[1:], eta, is_flow=True, window=window)
         if type(scheduler).__name__ != "DDIMScheduler":
-            raise ValueError(
+            raise ScheduleError(
                 f"{type(scheduler).__name__} has no log-probabilities. Use a DDIMScheduler or a "
                 "FlowMatchEulerDiscreteScheduler; `pipelines.trainable_scheduler` builds one from others' settings."
             )
@@ -252,7 +256,7 @@ class Steps:
         clip = config.clip_sample_range if config.clip_sample and not threshold else None
         before = alphas[timesteps]
         if config.prediction_type == "epsilon" and bool((before == 0).any()):
-            raise ValueError(
+            raise ScheduleError(
                 "A schedule that begins with pure noise (rescale_betas_zero_snr) divides by 0 when the model predicts "
                 "epsilon. Use a v_prediction model, or rescale_betas_zero_snr=False."
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from accelerate.utils import send_to_device
@@ -29,6 +29,14 @@ class Fixed:
 
     value: object
 
+    def is_same(self, other: object) -> bool:
+        """Whether another argument is fixed at an equal value."""
+        if not isinstance(other, Fixed) or type(other.value) is not type(self.value):
+            return False
+        if isinstance(self.value, Tensor):
+            return torch.equal(self.value, cast(Tensor, other.value))
+        return bool(self.value == other.value)
+
 
 def joined(parts: Sequence[Arguments], *, dim: int) -> Arguments:
     """Joins the arguments of several calls of a denoiser: the conditions of trajectories.
@@ -45,9 +53,11 @@ def joined(parts: Sequence[Arguments], *, dim: int) -> Arguments:
 
     def cat(*leaves: Tensor | Fixed) -> Tensor | Fixed:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not tensors:
-            return leaves[0]
-        if len(tensors) < len(leaves) or len({tensor.shape[1] for tensor in tensors}) > 1:
+        if isinstance(first := leaves[0], Fixed) and all(map(first.is_same, leaves)):
+            return first
+        if len(tensors) < len(leaves):
+            raise ValueError("An argument that is the same for all images differs between calls.")
+        if len({tensor.shape[1] for tensor in tensors}) > 1:
             raise ValueError("An argument changes between the steps of some calls alone.")
         return torch.cat(tensors, dim)
 
@@ -55,7 +65,7 @@ def joined(parts: Sequence[Arguments], *, dim: int) -> Arguments:
         return tree_map(cat, *of_one_length(parts))
     except ValueError as error:
         raise ValueError(
-            f"The pipeline calls its denoiser with different arguments, which DDPO cannot put in one batch: {error}"
+            f"The pipeline calls its denoiser with different arguments, which do not go into one batch: {error}"
         ) from error
 
 

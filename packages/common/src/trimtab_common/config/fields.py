@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The allowed values of a setting: in words, and as a test."""
+    """The allowed values of a setting: in words, as a test, and whether they are counts, so that 32.0 becomes 32."""
 
     words: str
     holds: Callable[[float], bool]
+    counts: bool = False
 
 
-Count = Annotated[int, Range("a whole number of at least 1", lambda value: value >= 1 and value % 1 == 0)]
-CountFromZero = Annotated[int, Range("a whole number, 0 or above", lambda value: value >= 0 and value % 1 == 0)]
+Count = Annotated[int, Range("a whole number of at least 1", lambda value: value >= 1 and value % 1 == 0, True)]
+CountFromZero = Annotated[int, Range("a whole number, 0 or above", lambda value: value >= 0 and value % 1 == 0, True)]
 Finite = Annotated[float, Range("a finite number", math.isfinite)]
 Positive = Annotated[float, Range("a finite number above 0", lambda value: math.isfinite(value) and value > 0)]
 NotNegative = Annotated[float, Range("a finite number, 0 or above", lambda value: math.isfinite(value) and value >= 0)]
@@ -52,7 +53,8 @@ def computed(text: str) -> Any:
 def check_ranges(config: DataclassInstance, inherited: Mapping[str, object] = MappingProxyType({})) -> None:
     """Raises ValueError for the first field whose value is outside the range that its annotation names.
 
-    None is in the range of a field that is annotated with it, such as Count | None.
+    None is in the range of a field that is annotated with it, such as Count | None. A count that is a float, such as
+    64 / 2, becomes an int.
 
     Args:
         inherited: annotations such as Count of fields that another library's class declares.
@@ -64,6 +66,8 @@ def check_ranges(config: DataclassInstance, inherited: Mapping[str, object] = Ma
         is_number = isinstance(value, typing.SupportsFloat)
         if within is not None and not is_absent and not (is_number and within.holds(value)):
             raise ValueError(f"{field.name}={value if is_number else repr(value)} must be {within.words}.")
+        if within is not None and within.counts and isinstance(value, float):
+            object.__setattr__(config, field.name, int(value))  # the config may be frozen
 
 
 def _range_of(hint: object) -> Range | None:

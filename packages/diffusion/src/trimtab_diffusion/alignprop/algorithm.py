@@ -1,5 +1,6 @@
 """AlignProp (Prabhudesai et al. 2023, arXiv:2310.03739) and DRaFT (Clark et al. 2023, arXiv:2309.17400)."""
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -7,10 +8,38 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from trimtab_common.stats import Deviation, Mean, Stats
+from trimtab_diffusion.steps import Steps
 from trimtab_diffusion.training.optimizing import Updates
 from trimtab_diffusion.trajectories import Trajectories, sampled_pairs
 
 from .config import AlignPropConfig
+
+SMALL_STEP = 0.05
+"""The t of a flow from which a last step changes the image too little to train through it alone."""
+
+
+def warn_of_bounds(config: AlignPropConfig) -> None:
+    """Warns where the bounds of the first step with a gradient reach beyond the schedule: many draws mean its last."""
+    (low, high), count = config.truncated_rand_backprop_minmax, config.sample_num_steps
+    if config.truncated_backprop_rand and high > count:
+        warnings.warn(
+            f"truncated_rand_backprop_minmax=({low}, {high}) reaches beyond the {count} steps of a sample: "
+            f"{(high - count + 2) / (high - low + 1):.0%} of the draws mean the last step, K = 1. Set it to "
+            f"({low}, {count - 1}) to draw all of these steps equally often.",
+            stacklevel=3,
+        )
+
+
+def warn_of_a_small_last_step(steps: Steps, first: int) -> None:
+    """Warns where the gradient, from step `first` on, goes through nothing but a flow's last step from a small t."""
+    if steps.is_flow and first == len(steps) - 1 and (t := float(steps.before[-1])) < SMALL_STEP:
+        warnings.warn(
+            f"The gradient goes through the last step alone, which this flow takes from t = {t:.2g}: it changes the "
+            "image by about this share of the denoiser's output, and almost nothing trains. Let the gradient start "
+            "earlier (truncated_backprop_timestep), or pass the pipeline larger last steps, "
+            'call_kwargs={"sigmas": [...]}.',
+            stacklevel=3,
+        )
 
 
 def first_step(config: AlignPropConfig, generator: torch.Generator) -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trimtab_common.config import Count, CountFromZero, Positive, setting
+from trimtab_common.config import Count, CountFromZero, NotNegative, Positive, setting
 from trimtab_diffusion.training import config as shared
 
 WITHOUT_EFFECT = (*shared.WITHOUT_EFFECT, "log_image_freq")
@@ -19,6 +19,9 @@ class AlignPropConfig(shared.SamplingConfig):
         ValueError: a setting is out of its range, or does not go with another. The trainer checks once more.
     """
 
+    sample_eta: NotNegative = setting(
+        "Noise of the steps: DDIM's eta; for flow matching the a of Flow-GRPO. 0: an ODE.", default=1.0
+    )
     train_learning_rate: Positive = setting("AdamW's learning rate.", default=1e-3)
     negative_prompts: str | None = setting("The prompt that guidance leads away from.", default=None)
     log_image_freq: Count = setting("`image_samples_hook` is called every so many updates.", default=1)
@@ -39,12 +42,14 @@ class AlignPropConfig(shared.SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        low, high = self.truncated_rand_backprop_minmax
-        if not 0 <= low <= high:
+        bounds = self.truncated_rand_backprop_minmax
+        are_two = isinstance(bounds, tuple | list) and [type(bound) for bound in bounds] == [int, int]
+        if not (are_two and 0 <= bounds[0] <= bounds[1]):
             raise ValueError(
-                f"truncated_rand_backprop_minmax={self.truncated_rand_backprop_minmax}: the first bound must be 0 or "
-                "above and not larger than the second."
+                f"truncated_rand_backprop_minmax={bounds}: two whole numbers are needed, the first 0 or above and not "
+                "larger than the second."
             )
+        low, _ = bounds
         last = self.sample_num_steps - 1
         fixed = None if self.truncated_backprop_rand else self.truncated_backprop_timestep
         if (low if fixed is None else fixed) > last:

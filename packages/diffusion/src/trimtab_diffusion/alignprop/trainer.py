@@ -26,12 +26,22 @@ from trimtab_diffusion.training.sampling import (
     captioned,
     draw_prompts,
     guidance_of,
+    noise_of,
     parted,
     rewards_of,
 )
 from trimtab_diffusion.trajectories import Trajectories
 
-from .algorithm import depends_on, first_step, latents_with_gradient, redrawn_latents, reward_loss, update
+from .algorithm import (
+    depends_on,
+    first_step,
+    latents_with_gradient,
+    redrawn_latents,
+    reward_loss,
+    update,
+    warn_of_a_small_last_step,
+    warn_of_bounds,
+)
 from .config import WITHOUT_EFFECT, AlignPropConfig
 
 
@@ -60,6 +70,7 @@ class AlignPropTrainer(PipelineTrainer):
         sd_pipeline: DDPOStableDiffusionPipeline | DiffusionPipeline,
         image_samples_hook: Callable[[dict[str, Any], int, HookTracker], object] | None = None,
     ) -> None:
+        warn_of_bounds(config)
         super().__init__(config, sd_pipeline)
         self.image_samples_callback = image_samples_hook
         if config.train_gradient_checkpointing:
@@ -96,6 +107,8 @@ class AlignPropTrainer(PipelineTrainer):
 
         updates = Updates(self.accelerator, self.model, self.optimizer, self.lr_scheduler, config, global_step)
         stats = update(len(drawn), score, self.calculate_loss, updates, config=config)
+        if not (global_step or config.truncated_backprop_rand) and (schedule := self.sd_pipeline.schedule) is not None:
+            warn_of_a_small_last_step(schedule.steps, first)
         self.queries += len(drawn) * max(1, config.low_variance_samples) * self.accelerator.num_processes
         self.first_epoch, self.global_step = epoch + 1, updates.done
         of_run = {
@@ -104,7 +117,7 @@ class AlignPropTrainer(PipelineTrainer):
             "gradient/steps": config.sample_num_steps - first,
         }
         rate = {
-            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+            "learning_rate": updates.learning_rate,
             "time/step": time.perf_counter() - started,
         }
         self._log(epoch, batches[0], gather_stats(merge_stats([of_run | rate, *stats])))
@@ -128,12 +141,12 @@ class AlignPropTrainer(PipelineTrainer):
             finish = partial(redrawn_latents, denoiser=self.model, count=count, generator=generator)
         output = self.sd_pipeline(
             prompt=list(texts),
-            eta=config.sample_eta,
             generator=generator,
             output_type="pt",
             num_inference_steps=config.sample_num_steps,
             finish=finish,
             **guidance_of(self.sd_pipeline, config, len(texts)),
+            **noise_of(config),
         )
         images, copies = output.images.float(), max(1, count)
         check_rows({"the pixels": images.detach()}, what="image")

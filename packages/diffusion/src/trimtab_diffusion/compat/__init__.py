@@ -1,1 +1,1 @@
-"""Names of torch that are private, with the versions on which they were read."""
+"""Private names of torch and of diffusers, with the versions on which torch's were read."""

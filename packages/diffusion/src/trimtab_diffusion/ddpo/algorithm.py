@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trimtab_common.formulas.advantages import batch_scaled, group_whitened
 from trimtab_common.stats import Mean, Stats
-from trimtab_diffusion.steps import Steps
+from trimtab_diffusion.steps import ScheduleError, Steps
 from trimtab_diffusion.training.optimizing import Updates
 from trimtab_diffusion.trajectories import Pairs
 
 from .config import DDPOConfig
 from .loss import rwr_weights, sparse_weights
 
+NO_NOISE = "No step of this schedule has noise: there is nothing to train. Use another scheduler."
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Mapping[str, object]], Sequence[Tensor]]
 
 
@@ -74,18 +74,20 @@ def window_of(config: DDPOConfig, epoch: int) -> tuple[int, int] | None:
     return first, first + size
 
 
-def check_windows(config: DDPOConfig, steps: Steps) -> None:
-    """ValueError if the window moves, by the last epoch, to where no step has noise; `steps` are any epoch's."""
-    noisy, size = replace(steps, window=None).is_random, config.sample_window
+def check_noise(config: DDPOConfig, steps: Steps) -> None:
+    """ScheduleError if no step has noise, or if the window moves, by the last epoch, to where none has."""
+    noisy, size = steps.is_random, config.sample_window
+    if not noisy.any():
+        raise ScheduleError(NO_NOISE)
     last = (config.num_epochs - 1) // (config.sample_window_interval or config.num_epochs)
 
     def silent(size: int) -> list[int]:
         places = range(min(last, len(noisy) - size) + 1)
         return [first for first in places if not noisy[first : first + size].any()]
 
-    if size and config.sample_window_interval and noisy.any() and (found := silent(size)):
+    if size and config.sample_window_interval and (found := silent(size)):
         enough = next(larger for larger in range(size + 1, len(noisy) + 1) if not silent(larger))
-        raise ValueError(
+        raise ScheduleError(
             f"sample_window={size} would move to step {found[0] + 1} of {len(noisy)}, from which on {size} of the "
             f"schedule's steps have no noise: nothing would train there. Set sample_window={enough} or more, "
             "sample_window_interval=0, or a scheduler whose every step has noise (DDIM: set_alpha_to_one=False and "
@@ -118,11 +120,11 @@ def update(
         The statistics of each part and of each update.
 
     Raises:
-        ValueError: no step has noise.
+        ScheduleError: no step has noise.
     """
     count, stats = min(config.trained_steps, len(random_steps)), list[Stats]()
     if count == 0:
-        raise ValueError("No step of this schedule has noise: there is nothing to train. Use another scheduler.")
+        raise ScheduleError(NO_NOISE)
     for generator in generators:
         for samples in torch.randperm(len(advantages), generator=generator).split(config.samples_per_update):
             drawn = [random_steps[torch.randperm(len(random_steps), generator=generator)[:count]] for _ in samples]

@@ -85,6 +85,8 @@ class Batches(Sequence[list[Any]]):
         return -(-len(self.drawn) // self.config.sample_batch_size)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
         wanted = range(len(self))[index]
         while len(self._sampled) <= wanted:
             self._sample(len(self._sampled) * self.config.sample_batch_size)
@@ -168,12 +170,13 @@ def score(
     """Rewards [b] of each batch [images, prompts, metadata, ...], and the reward function's metadata.
 
     Args:
-        function: the reward function.
+        function: the reward function, which is called without gradients.
         batches: this process's batches.
         name: the function's name, for errors.
         timeout: seconds that a batch may take where several processes train; see `reward_limit`.
         workers: threads that score batches while others are sampled; None scores one after the other.
     """
+    function = torch.no_grad()(function)  # in whichever thread
     if workers is None:
         results = [rewards_of(reward_limit(timeout)(function)(*batch[:3]), batch[1], name) for batch in batches]
     else:
@@ -182,6 +185,13 @@ def score(
             results = [rewards_of(reward_limit(timeout)(each.result)(), prompts, name) for prompts, each in pending]
     rewards, metadata = zip(*results, strict=True)
     return list(rewards), list(metadata)
+
+
+def steps_of(pipeline: DDPOStableDiffusionPipeline, config: DDPOConfig) -> Steps:
+    """The steps of the pipeline's scheduler, in the config's number and with its noise."""
+    scheduler = copy.deepcopy(pipeline.scheduler)
+    scheduler.set_timesteps(config.sample_num_steps)
+    return Steps.of(scheduler, config.sample_eta)
 
 
 def schedule_of(
@@ -194,10 +204,9 @@ def schedule_of(
     conditions = embeds if isinstance(embeds, Mapping) else {TEXT: embeds}
     schedule = pipeline.schedule
     if schedule is None:
-        scheduler = copy.deepcopy(pipeline.scheduler)
-        scheduler.set_timesteps(config.sample_num_steps)
+        steps = steps_of(pipeline, config)
         _, name, *_ = inspect.signature(type(pipeline.denoiser).forward).parameters
-        schedule = Schedule(Steps.of(scheduler, config.sample_eta), scheduler.timesteps.cpu(), name)
+        schedule = Schedule(steps, steps.timesteps, name)
     if (states := conditions.get(TEXT)) is None:
         return schedule, conditions
     is_guided = len(states) == 2 * count

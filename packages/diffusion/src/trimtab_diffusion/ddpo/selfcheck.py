@@ -12,7 +12,6 @@ from trimtab_diffusion.steps import gaussian_kl, gaussian_logprob
 from trimtab_diffusion.training.setup import Reference
 from trimtab_diffusion.trajectories import Trajectories, sampled_pairs
 
-from .algorithm import check_windows
 from .config import DDPOConfig
 
 
@@ -39,17 +38,14 @@ def check_first(
     Raises:
         ReplayError: the mean difference is above a tenth of the clip range, where all is computed and kept in float32.
             Elsewhere kernels round, and this is a warning.
-        ValueError: the window will move to where no step has noise.
     """
-    check_windows(config, path.schedule.steps)
     is_random = path.schedule.steps.is_random
     steps = is_random.nonzero().flatten()
     window = slice(*(path.schedule.steps.window or (None,)))
     if silent := int((~is_random[window]).sum()):
         warnings.warn(
-            f"{silent} of {len(is_random)} steps have no noise in this schedule, and so no log-probability: they are "
-            "left out of training. With timestep_spacing='leading', steps_offset=1 and set_alpha_to_one=False every "
-            "step has noise.",
+            f"{silent} of {len(is_random)} steps have no noise in this schedule: they are left out of training. With "
+            "timestep_spacing='leading', steps_offset=1 and set_alpha_to_one=False every step has noise.",
             stacklevel=3,
         )
     if config.is_regression:

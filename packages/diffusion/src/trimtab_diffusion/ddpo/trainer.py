@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DDIMScheduler, DiffusionPipeline
 from torch import Tensor
 
 from trimtab_common.conditions import Vitals
@@ -27,6 +27,7 @@ from trimtab_diffusion.training.sampling import (
     PromptFunction,
     RewardFunction,
     captioned,
+    check_own_call,
     draw_prompts,
     of_all_processes,
     rewards_of,
@@ -34,10 +35,10 @@ from trimtab_diffusion.training.sampling import (
 from trimtab_diffusion.training.setup import reference_of
 from trimtab_diffusion.trajectories import Trajectories, noised_pairs, sampled_pairs
 
-from .algorithm import Losses, advantages_of, update, warn_of_single_samples, window_of
+from .algorithm import Losses, advantages_of, check_noise, update, warn_of_single_samples, window_of
 from .config import HELD, WITHOUT_EFFECT, DDPOConfig
 from .loss import denoising_loss, score_function_loss
-from .sampling import Batches, Samples, checked_prompts, schedule_of, score, without_noise
+from .sampling import Batches, Samples, checked_prompts, schedule_of, score, steps_of, without_noise
 from .selfcheck import check_first
 
 
@@ -58,7 +59,8 @@ class DDPOTrainer(PipelineTrainer):
 
     Raises:
         TypeError: a subclass replaces `calculate_loss` or `loss`, and the config's estimator is a regression, which
-            calls neither.
+            calls neither, or `loss` alone, and it is the score function, which does not call it; or the pipeline's
+            class replaces `__call__`, and there are `eval_prompts`, for which it is not called.
     """
 
     method, paper = "DDPO", "Black et al. 2023, arXiv:2305.13301"
@@ -76,13 +78,21 @@ class DDPOTrainer(PipelineTrainer):
         other_rewards: Mapping[str, RewardFunction] | None = None,
         eval_prompts: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        if config.is_regression and (names := replaced(self, DDPOTrainer, "calculate_loss", "loss")):
+        names = replaced(self, DDPOTrainer, "calculate_loss", "loss")
+        if names and config.is_regression:
             raise TypeError(
                 f"{type(self).__name__} replaces {' and '.join(names)}, which estimator={config.estimator!r} does not "
                 "call: it regresses on noised samples. Replace advantages, which gives their weights, or set "
                 "estimator='is'."
             )
+        if names == ["loss"] and config.estimator == "sf":
+            raise TypeError(
+                f"{type(self).__name__} replaces loss, which estimator='sf' does not call: it has no ratios to clip. "
+                "Replace calculate_loss, or set estimator='is'."
+            )
         super().__init__(config, sd_pipeline)
+        if eval_prompts:
+            check_own_call(self.sd_pipeline, "evaluations")
         self.eval_prompts = checked_prompts(eval_prompts, config, self.accelerator.num_processes)
         self.image_samples_callback = image_samples_hook
         default = {"jpeg_kb": mean_over_frames(jpeg_incompressibility)}
@@ -114,6 +124,8 @@ class DDPOTrainer(PipelineTrainer):
         self.run.begin_step(self.checkpoint_folder)
         started = time.perf_counter()
         self.global_step = global_step
+        if not global_step and isinstance(self.sd_pipeline.scheduler, DDIMScheduler):  # a flow's steps all have noise
+            check_noise(self.config, steps_of(self.sd_pipeline, self.config))
         samples = self.draw(epoch)
         advantages = self.advantages(samples.prompts, samples.rewards)
         sampled = time.perf_counter()
@@ -138,7 +150,8 @@ class DDPOTrainer(PipelineTrainer):
         is_evaluated = self.config.eval_freq and (epoch + 1) % self.config.eval_freq == 0
         evaluation = self.evaluate() if is_evaluated else {}
         times = {"time/sampling": sampled - started, "time/training": trained - sampled}
-        self._log(epoch, samples, advantages, [checks | times | evaluation, *stats])
+        rate = {"learning_rate": updates.learning_rate}
+        self._log(epoch, samples, advantages, [checks | rate | times | evaluation, *stats])
         self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= self.config.num_epochs)
         return self.global_step
 
@@ -180,14 +193,18 @@ class DDPOTrainer(PipelineTrainer):
         seeds = [sampling_seed(config.seed, rank=i, draw=EVALUATION) for i in range(len(self.eval_prompts))]
         generators = [torch.Generator().manual_seed(seed) for seed in seeds[here]]
         batches = [*without_noise(self.sd_pipeline, self.eval_prompts[here], generators, config)]
-        rewards = {"reward_mean": self.reward_fn, **self.other_rewards}
-        scored = {name: score(each, batches, name, timeout=config.reward_timeout)[0] for name, each in rewards.items()}
+        rewards = zip(self.compute_rewards(batches)[0], batches, strict=True)
+        scored = {"reward_mean": [rewards_of(each, batch[1], "compute_rewards")[0] for each, batch in rewards]}
+        for name, function in self.other_rewards.items():
+            scored[name] = score(function, batches, name, timeout=config.reward_timeout)[0]
         return gather_stats({f"eval/{name}": Mean.of(torch.cat(values)) for name, values in scored.items()})
 
     def compute_rewards(
         self, prompt_image_pairs: Iterable[Sequence[Any]], is_async: bool = False
     ) -> tuple[list[Tensor], list[Any]]:
-        """Rewards [b] of each batch, and the reward function's metadata; called once per epoch, with all its batches.
+        """Rewards [b] of each batch, and the reward function's metadata; called with all batches at once.
+
+        An epoch calls it once, and so does an evaluation.
 
         `config.reward_timeout` limits the reward function. A replacement that scores otherwise has no limit.
 
@@ -297,9 +314,9 @@ class DDPOTrainer(PipelineTrainer):
 
     def _log(self, epoch: int, samples: Samples, advantages: Tensor, parts: list[Stats]) -> None:
         """Merges an epoch's statistics over processes, checks their health, and sends them on. Collective."""
-        config, rate = self.config, float(self.optimizer.param_groups[0]["lr"])
+        config = self.config
         of_samples = samples.stats(advantages, config.clip_range(samples.trajectories.dimensions))
-        of_run = {"epoch": float(epoch), "queries": float(self.queries), "learning_rate": rate}
+        of_run = {"epoch": float(epoch), "queries": float(self.queries)}
         gathered = gather_stats(merge_stats([of_run | of_samples, *parts]))
         kl = gathered.get("objective/kl")
         kl_coef = None if kl is None else self.kl_ctl.value

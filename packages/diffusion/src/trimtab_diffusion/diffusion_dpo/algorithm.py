@@ -36,15 +36,14 @@ def noised(pictures: Trajectories, device: torch.device, rows: Tensor, generator
     """Noises both pictures of pairs alike, at random levels.
 
     Args:
-        pictures: the clean latents of all N pairs: N chosen ones, then N rejected ones, of one step.
+        pictures: the clean latents of all N pairs, in two steps: the chosen ones, then the rejected ones.
         device: where the result is.
         rows: [n], int64, numbers of pairs, on the CPU.
         generator: draws levels and noise, on the CPU.
     """
-    schedule, count = pictures.schedule, len(pictures) // 2
-    levels = torch.randint(len(schedule.steps), rows.shape, generator=generator)
-    both, levels = torch.cat([rows, rows + count]), levels.repeat(2)
-    clean = sampled_pairs(pictures, device, both, torch.zeros_like(both))
+    schedule = pictures.schedule
+    levels = torch.randint(len(schedule.steps), rows.shape, generator=generator).repeat(2)
+    clean = sampled_pairs(pictures, device, rows.repeat(2), torch.arange(2).repeat_interleave(len(rows)))
     noise = torch.randn((len(rows), *clean.next_latents.shape[1:]), generator=generator).to(device)
     noise = torch.cat([noise, noise])
     latents, targets = schedule.steps.noised(clean.next_latents.float(), noise, levels)

@@ -1,6 +1,8 @@
 """Pairs of pictures with a caption: their checks, and their latents."""
 
 import hashlib
+import math
+import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -10,6 +12,7 @@ from diffusers import AsymmetricAutoencoderKL, AutoencoderKL, ConsistencyDecoder
 from PIL import Image
 from torch import Tensor
 
+from trimtab_common.health import check_rows
 from trimtab_common.images import to_pil
 from trimtab_diffusion.compat.trees import tree_leaves
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
@@ -66,6 +69,34 @@ def check_pairs(pairs: Pairs) -> None:
                 )
 
 
+def check_inputs(pipeline: DDPOStableDiffusionPipeline, size: tuple[int, int]) -> None:
+    """Checks a pipeline for pictures of a size, width and height in pixels; warns if it is far from its own.
+
+    Raises:
+        ValueError: its autoencoder or its denoiser cannot divide the size, or its `call_kwargs` have arguments of the
+            trainer.
+    """
+    passed = {"prompt", "negative_prompt", "generator", "num_inference_steps", "output_type", "height", "width"}
+    if clash := sorted(pipeline.call_kwargs.keys() & (passed | {pipeline.guidance_argument})):
+        raise ValueError(
+            f"call_kwargs has {', '.join(clash)}, which the trainer passes itself: it takes the size of the pictures, "
+            "their captions and no guidance. Leave it out."
+        )
+    config, scale, words = pipeline.denoiser.config, pipeline.sd_pipeline.vae_scale_factor, f"{size[0]} x {size[1]}"
+    factor, native = scale * (config.get("patch_size") or 1), config.get("sample_size")
+    if size[0] % factor or size[1] % factor:
+        raise ValueError(
+            f"The pictures have {words} pixels, and {type(pipeline.sd_pipeline).__name__} takes sides that are "
+            f"multiples of {factor}. Resize or crop the pictures."
+        )
+    if isinstance(native, int) and not 1 / 2 <= math.sqrt(size[0] * size[1]) / (native * scale) <= 2:
+        warnings.warn(
+            f"The pictures have {words} pixels, and the pipeline's own size is {native * scale} x {native * scale}: it "
+            "draws badly at sizes that are far from that. Resize the pictures.",
+            stacklevel=3,
+        )
+
+
 def picture_of(value: Any, name: str) -> Image.Image:
     """A picture in RGB.
 
@@ -91,7 +122,7 @@ def pixels_of(pictures: list[Image.Image]) -> Tensor:
 
 @torch.no_grad()
 def encoded(pipeline: DDPOStableDiffusionPipeline, pairs: Pairs, *, batch_size: int) -> Trajectories:
-    """The latents of all pictures, and what the denoiser reads of their captions, on the CPU.
+    """The latents of all pictures, and what the denoiser reads of their captions once for each pair, on the CPU.
 
     The pipeline is called once for each batch of captions, for two steps, to see what it passes to its denoiser.
 
@@ -101,36 +132,47 @@ def encoded(pipeline: DDPOStableDiffusionPipeline, pairs: Pairs, *, batch_size: 
         batch_size: rows that have room at a time.
 
     Returns:
-        Trajectories of one step: the N chosen pictures, then the N rejected ones; the schedule has all noise levels of
-        the pipeline's training.
+        Trajectories of N pairs with two steps: the chosen picture, then the rejected one; the schedule has all noise
+        levels of the pipeline's training.
 
     Raises:
         ValueError: the denoiser's conditions depend on the latents, or its latents are not those of the autoencoder.
+        TrainingDivergedError: latents are not finite.
     """
     vae, device = pipeline.sd_pipeline.vae, pipeline.device
-    latents, conditions = (list[Tensor](), list[Tensor]()), list[Arguments]()
-    shift, scale = vae.config.get("shift_factor") or 0.0, vae.config.scaling_factor
+    latents, conditions, dtype = list[Tensor](), list[Arguments](), vae.dtype
+    if vae.config.get("force_upcast") and dtype in (torch.float16, torch.bfloat16):
+        vae.to(torch.float32)  # as in diffusers' pipelines: SDXL's autoencoder overflows in float16
     call: dict[str, Any] = {pipeline.guidance_argument: 1.0, "num_inference_steps": 2, "output_type": "latent"}
     for start in range(0, len(pairs), batch_size):
         rows = [pairs[i] for i in range(start, min(start + batch_size, len(pairs)))]
-        pixels = pixels_of([picture_of(row[name], name) for name in PICTURES for row in rows]).to(device, vae.dtype)
-        clean = (vae.encode(pixels).latent_dist.mode() - shift) * scale
+        pixels = pixels_of([picture_of(row[name], name) for name in PICTURES for row in rows])
+        clean = latents_of(vae, pixels.to(device, vae.dtype)).float()
+        for name, part in zip(PICTURES, clean.chunk(2), strict=True):
+            check_rows({"the latents": part}, what=f"the {name} pictures, counted from row {start}:")
         call |= {"height": pixels.shape[2], "width": pixels.shape[3], "prompt": [row["prompt"] for row in rows]}
         seen = pipeline(generator=torch.Generator(device).manual_seed(0), storage_device="cpu", **call).trajectories
         _check(seen, clean, pipeline)
-        for kept, part in zip(latents, clean.float().cpu().chunk(2), strict=True):
-            kept.append(part)
+        latents.append(torch.stack(clean.cpu().chunk(2), 1))
         conditions.append(seen.conditions)
-    found = seen.schedule
-    steps = Steps.of_training(pipeline.scheduler)
-    whole = torch.cat([*latents[0], *latents[1]])[:, None]
+    vae.to(dtype)
+    found, steps, whole = seen.schedule, Steps.of_training(pipeline.scheduler), torch.cat(latents)
     return Trajectories(
         Schedule(steps, steps.timesteps, found.name, dtype=found.dtype),
         first=whole[:, 0],
         latents=whole,
-        logprobs=torch.zeros(len(whole), 1),
-        conditions=joined([*conditions, *conditions], dim=0),
+        logprobs=torch.zeros(whole.shape[:2]),
+        conditions=joined(conditions, dim=0),
     )
+
+
+def latents_of(vae: Any, pixels: Tensor) -> Tensor:
+    """The latents of pixels [B, 3, H, W]: the mode of the autoencoder's distribution, in the denoiser's units."""
+    mode, config = vae.encode(pixels).latent_dist.mode(), vae.config
+    if config.get("latents_mean") is None or config.get("latents_std") is None:
+        return (mode - (config.get("shift_factor") or 0.0)) * config.scaling_factor
+    mean, std = (mode.new_tensor(numbers).view(1, -1, 1, 1) for numbers in (config.latents_mean, config.latents_std))
+    return (mode - mean) * config.scaling_factor / std
 
 
 def _check(seen: Trajectories, clean: Tensor, pipeline: DDPOStableDiffusionPipeline) -> None:

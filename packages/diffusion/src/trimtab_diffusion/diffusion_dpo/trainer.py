@@ -20,7 +20,7 @@ from trimtab_diffusion.training.setup import reference_of
 
 from .algorithm import RefErrors, precomputed, reference_errors, update
 from .config import DiffusionDPOConfig
-from .data import Pairs, check_autoencoder, check_pairs, content_of, encoded
+from .data import Pairs, check_autoencoder, check_inputs, check_pairs, content_of, encoded, picture_of
 
 WITHOUT_EFFECT = (*shared.WITHOUT_EFFECT, "encode_batch_size", "precompute_ref_errors")
 """Settings that change no result."""
@@ -37,8 +37,9 @@ class DiffusionDPOTrainer(PipelineTrainer):
             or arrays [3, H, W] or [H, W, 3], uint8 or float within [0, 1].
 
     Raises:
-        ValueError: the pipeline has no AutoencoderKL, a row has no caption or no picture, sizes differ, there are fewer
-            pairs than an update takes, or there is no whole copy of the reference for precompute_ref_errors.
+        ValueError: the pipeline has no AutoencoderKL, or cannot divide the pictures' size, or its `call_kwargs` have
+            arguments of the trainer; a row has no caption or no picture, sizes differ, there are fewer pairs than an
+            update takes, or there is no whole copy of the reference for precompute_ref_errors.
     """
 
     method, paper = "Diffusion-DPO", "Wallace et al. 2023, arXiv:2311.12908"
@@ -54,6 +55,7 @@ class DiffusionDPOTrainer(PipelineTrainer):
         check_autoencoder(sd_pipeline)
         check_pairs(train_dataset)
         super().__init__(config, sd_pipeline)
+        check_inputs(self.sd_pipeline, picture_of(train_dataset[0]["chosen"], "chosen of row 0").size)
         self.pairs = len(train_dataset)
         self.facts = {"data": f"{self.pairs:,} pairs of pictures"}
         per_update = config.samples_per_update * self.accelerator.num_processes
@@ -70,8 +72,8 @@ class DiffusionDPOTrainer(PipelineTrainer):
             )
         self.reference = reference_of(self.sd_pipeline, self.accelerator, rests_on_cpu=config.precompute_ref_errors)
         self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD, data=rows_fingerprint(train_dataset, content_of))
-        self.pictures = encoded(self.sd_pipeline, train_dataset, batch_size=config.encode_batch_size)
         self._resume()
+        self.pictures = encoded(self.sd_pipeline, train_dataset, batch_size=config.encode_batch_size)
 
     def step(self, epoch: int, global_step: int) -> int:
         """One pass over the pairs, in a new order, and its statistics.
@@ -103,7 +105,7 @@ class DiffusionDPOTrainer(PipelineTrainer):
         self.first_epoch, self.global_step = epoch + 1, updates.done
         of_run = {
             "epoch": float(epoch),
-            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+            "learning_rate": updates.learning_rate,
             "time/epoch": time.perf_counter() - started,
         }
         gathered = gather_stats(merge_stats([of_run, *stats]))

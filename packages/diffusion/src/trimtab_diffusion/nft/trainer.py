@@ -25,8 +25,10 @@ from trimtab_diffusion.training.sampling import (
     PromptFunction,
     RewardFunction,
     captioned,
+    check_own_call,
     draw_prompts,
     guidance_of,
+    noise_of,
     of_all_processes,
     rewards_of,
 )
@@ -56,6 +58,12 @@ class Samples:
     batches: list[list[Any]]
 
 
+def solver_facts(solver: SchedulerMixin) -> dict[str, object]:
+    """A solver's class and settings, for the record of a run."""
+    config = {name: value for name, value in solver.config.items() if not name.startswith("_")}
+    return {"class": type(solver).__name__, **config}
+
+
 class DiffusionNFTTrainer(PipelineTrainer):
     """Samples images, scores them, and regresses the denoiser towards the better ones and away from the others.
 
@@ -71,6 +79,7 @@ class DiffusionNFTTrainer(PipelineTrainer):
 
     Raises:
         ValueError: there is a solver and `config.sample_eta`, or the engine is FSDP or DeepSpeed.
+        TypeError: there is a solver, and the pipeline's class replaces `__call__`, which solvers do not call.
     """
 
     method, paper = "DiffusionNFT", "Zheng et al. 2025, arXiv:2509.16117"
@@ -93,6 +102,8 @@ class DiffusionNFTTrainer(PipelineTrainer):
                 "Set sample_eta=0, or leave out the solver."
             )
         super().__init__(config, sd_pipeline)
+        if solver is not None:
+            check_own_call(self.sd_pipeline, "solvers")
         if divides_weights(self.accelerator):
             raise ValueError(
                 f"DiffusionNFT samples with averaged weights, which it cannot exchange for weights that "
@@ -102,7 +113,8 @@ class DiffusionNFTTrainer(PipelineTrainer):
         self.image_samples_callback, self.solver = image_samples_hook, solver
         self.schedule: Schedule | None = None
         self.reference = reference_of(self.sd_pipeline, self.accelerator) if config.kl_coef else None
-        self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD)
+        facts = {} if solver is None else {"solver": solver_facts(solver)}
+        self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD, facts=facts)
         self.old = OldPolicy(self.accelerator.unwrap_model(self.model))
         self._keep_prompts(prompt_function, reward_function)
         self.run.keep(self, "old")
@@ -151,7 +163,8 @@ class DiffusionNFTTrainer(PipelineTrainer):
         self.old.update(decay)
         self.first_epoch, self.global_step = epoch + 1, updates.done
         times = {"time/sampling": sampled - started, "time/training": time.perf_counter() - sampled}
-        self._log(epoch, samples, optimal, [{"policy/old_decay": decay} | times, *stats])
+        of_epoch = {"policy/old_decay": decay, "learning_rate": updates.learning_rate}
+        self._log(epoch, samples, optimal, [of_epoch | times, *stats])
         self.run.interruption.end_step(self.save_checkpoint, is_last=epoch + 1 >= config.num_epochs)
         return self.global_step
 
@@ -189,8 +202,7 @@ class DiffusionNFTTrainer(PipelineTrainer):
         call: dict[str, Any] = {"prompt": list(prompts), **guidance_of(pipeline, config, len(prompts))}
         steps: dict[str, Any] = {"num_inference_steps": config.sample_num_steps}
         if self.solver is None:
-            noise: dict[str, Any] = {"eta": config.sample_eta} if config.sample_eta else {"window": (0, 0)}
-            output = pipeline(**call, **steps, **noise, generator=generator, output_type="pt")
+            output = pipeline(**call, **steps, **noise_of(config), generator=generator, output_type="pt")
             return output.images.float(), output.trajectories
         own, pipeline.sd_pipeline.scheduler = pipeline.scheduler, self.solver
         try:
@@ -215,7 +227,7 @@ class DiffusionNFTTrainer(PipelineTrainer):
         Raises:
             RewardError: there is not one finite number per image.
         """
-        with reward_limit(self.config.reward_timeout):
+        with torch.no_grad(), reward_limit(self.config.reward_timeout):
             result = self.reward_fn(images, prompts, metadata)
         return rewards_of(result, prompts, "reward_function")
 
@@ -237,7 +249,6 @@ class DiffusionNFTTrainer(PipelineTrainer):
         of_run = {
             "epoch": float(epoch),
             "queries": float(self.queries),
-            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
             "reward_mean": Mean.of(samples.rewards),
             "reward_std": Deviation.of(samples.rewards),
             "rewards": samples.rewards,

@@ -65,7 +65,7 @@ class PipelineConfig:
     train_adam_epsilon: Positive = setting("AdamW's epsilon.", default=1e-8)
     train_gradient_accumulation_steps: Count = setting("An update's samples / train_batch_size.", default=1)
     train_max_grad_norm: Positive = setting("Clip the gradient's norm to this at every update.", default=1.0)
-    train_warmup_steps: CountFromZero = setting("Updates over which the learning rate rises from 0.", default=0)
+    train_warmup_steps: CountFromZero = setting("Updates over which the learning rate rises to its value.", default=0)
     train_gradient_checkpointing: bool = setting("Recompute activations in the backward pass.", default=False)
     train_compile: str | None = setting("Backend of torch.compile for the denoiser's blocks: inductor.", default=None)
     train_channels_last: bool = setting("Convolutions of the denoiser read channels last.", default=False)

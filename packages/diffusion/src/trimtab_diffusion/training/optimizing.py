@@ -86,6 +86,7 @@ class Updates:
 
     Attributes:
         losses: those of the step's parts that were not checked yet.
+        learning_rate: of the last step.
     """
 
     accelerator: WeighingAccelerator
@@ -95,6 +96,7 @@ class Updates:
     config: PipelineConfig
     done: int
     losses: list[Tensor] = field(default_factory=list, init=False)
+    learning_rate: float = field(default=0.0, init=False)
 
     def parts(self, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yields the chunks that make a step; gradients are exchanged with the last."""
@@ -119,6 +121,7 @@ class Updates:
         accelerator, largest = self.accelerator, self.config.train_max_grad_norm
         norm = accelerator.clip_grad_norm_(self.model.parameters(), largest)
         self._require_finite(*[norm.float()] * (accelerator.scaler is None))
+        self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()

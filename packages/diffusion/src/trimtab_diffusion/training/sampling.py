@@ -1,5 +1,6 @@
 """The functions that a caller gives a trainer: what they are called with, and checks of what they return."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from itertools import chain
 from numbers import Number
@@ -9,6 +10,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from trimtab_common.overrides import replaced
 from trimtab_common.reward_checks import checked_scores
 from trimtab_common.seeding import private_rngs
 from trimtab_common.stats import gather_over_ranks
@@ -62,11 +64,17 @@ def guidance_of(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig, c
     return scale | ({"negative_prompt": [config.negative_prompts or ""] * count} if has_negative else {})
 
 
+def noise_of(config: SamplingConfig) -> dict[str, Any]:
+    """The arguments by which the steps of a call are random, or with `sample_eta=0` deterministic."""
+    return {"eta": config.sample_eta} if config.sample_eta else {"window": (0, 0)}
+
+
 def check_call(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig) -> None:
     """Checks the arguments with which a pipeline will be called.
 
     Raises:
-        ValueError: its `call_kwargs` have arguments of the trainer, or it does not take the config's negative prompt.
+        ValueError: its `call_kwargs` have arguments of the trainer, or it does not take or does not read the config's
+            negative prompt.
     """
     passed = {"prompt", "generator", "num_inference_steps", "output_type", "return_dict", "eta"}
     if clash := sorted(pipeline.call_kwargs.keys() & (passed | guidance_of(pipeline, config, 1).keys())):
@@ -78,6 +86,24 @@ def check_call(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig) ->
         raise ValueError(
             f"negative_prompts={config.negative_prompts!r} came, and {type(pipeline.sd_pipeline).__name__} takes no "
             "negative prompt. Leave negative_prompts empty."
+        )
+    scale = inspect.signature(type(pipeline.sd_pipeline).__call__).parameters.get("true_cfg_scale")
+    given = guidance_of(pipeline, config, 1) | pipeline.call_kwargs
+    if config.negative_prompts and scale is not None and given.get("true_cfg_scale", scale.default) <= 1:
+        raise ValueError(
+            f"negative_prompts={config.negative_prompts!r} came, and the guidance_scale of "
+            f"{type(pipeline.sd_pipeline).__name__} is embedded: it reads no negative prompt. Add classifier-free "
+            'guidance, DDPOStableDiffusionPipeline(..., call_kwargs={"true_cfg_scale": 2.0}), or leave '
+            "negative_prompts empty."
+        )
+
+
+def check_own_call(pipeline: DDPOStableDiffusionPipeline, uses: str) -> None:
+    """TypeError if a subclass replaces the pipeline's `__call__`, and `uses` sample with the diffusers pipeline."""
+    if replaced(pipeline, DDPOStableDiffusionPipeline, "__call__"):
+        raise TypeError(
+            f"{type(pipeline).__name__} replaces __call__, which {uses} do not call: they sample with the diffusers "
+            "pipeline itself. Leave them out, or make the change in a subclass of the diffusers pipeline."
         )
 
 

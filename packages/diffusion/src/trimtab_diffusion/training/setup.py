@@ -3,7 +3,7 @@
 import copy
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -18,6 +18,7 @@ from trimtab_common.accelerate_trackers import trackers_of
 from trimtab_common.accelerators import WeighingAccelerator, create_accelerator
 from trimtab_common.config import to_flat_dict
 from trimtab_common.health import HealthMonitor
+from trimtab_common.overrides import replaced
 from trimtab_common.run import Run
 from trimtab_common.run_record import RunRecord
 from trimtab_common.sharding import divides_weights, prepared_for_inference, tell_deepspeed_of_batches
@@ -155,6 +156,7 @@ def run_of(
     *,
     without_effect: Collection[str],
     held: Collection[str],
+    facts: Mapping[str, Any],
     kl_target: float | None = None,
     data: str | None = None,
 ) -> Run:
@@ -166,13 +168,14 @@ def run_of(
         model: as it was prepared.
         without_effect: settings that change no result, by name or pattern.
         held: settings whose values a resumed run keeps.
+        facts: what the result depends on besides the config, by name.
         kl_target: the KL that a controller aims at.
         data: fingerprint of the dataset; None where functions give the prompts.
     """
     run = Run(
         accelerator,
         model,
-        RunRecord.of(config, without=without_effect, data=data),
+        RunRecord.of(config, without=without_effect, data=data, **facts),
         health=HealthMonitor(kl_target=kl_target),
         start_tracker=partial(
             start_tracking,
@@ -204,6 +207,7 @@ def reference_of(
 
     Raises:
         ValueError: it rests on the CPU, but there is no copy, or processes share its weights.
+        TypeError: the pipeline's class replaces `reference`, and no new adapters train.
     """
     if rests_on_cpu and (pipeline.use_lora or divides_weights(accelerator)):
         raise ValueError(
@@ -217,6 +221,11 @@ def reference_of(
         )
     if pipeline.has_new_adapters:
         return pipeline.reference
+    if replaced(pipeline, DDPOStableDiffusionPipeline, "reference"):
+        raise TypeError(
+            f"{type(pipeline).__name__} replaces reference, which is called where new adapters train alone: here the "
+            "reference is a frozen copy of the denoiser. Remove it, or pass use_lora=True."
+        )
     shares = pipeline.use_lora and not divides_weights(accelerator)
     weights = pipeline.denoiser.parameters()
     shared = {id(weight): weight for weight in weights if shares and not weight.requires_grad}

@@ -1,0 +1,32 @@
+"""Images in RGB."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trimtab_common.images import to_pil
+
+
+def half_red() -> Image.Image:
+    """An opaque red pixel, a transparent one and a half transparent one."""
+    pixels = [[[255, 0, 0, 255], [255, 0, 0, 0], [255, 0, 0, 128]]]
+    return Image.fromarray(np.array(pixels, dtype=np.uint8))
+
+
+def test_transparent_pixels_are_white():
+    assert np.asarray(to_pil(half_red())).tolist() == [[[255, 0, 0], [255, 255, 255], [255, 127, 127]]]
+
+
+@pytest.mark.parametrize("mode", ["LA", "P"])
+def test_transparent_pixels_of_other_modes_are_white(mode: str):
+    image = half_red().convert("LA") if mode == "LA" else Image.new("P", (3, 1))
+    if mode == "P":
+        image.putpalette([0, 0, 0, 255, 0, 0])
+        image.info["transparency"] = 0
+    assert to_pil(image).getpixel((1, 0)) == (255, 255, 255)
+
+
+def test_opaque_pixels_stay():
+    red = Image.new("RGB", (2, 2), "red")
+    assert np.array_equal(np.asarray(to_pil(red)), np.asarray(red))
+    assert to_pil(Image.new("L", (1, 1), 90)).getpixel((0, 0)) == (90, 90, 90)
