@@ -276,13 +276,9 @@ def test_neftune_noise_reaches_the_policy_and_not_the_reference(build, tmp_path)
     runs = []
     for alpha in (None, 5.0):
         trainer = dpo.trainer(build(), tmp_path, neftune_noise_alpha=alpha)
-        found = {}  # by whether it is the policy, which has a gradient
-        for model in {trainer.model, trainer.reference.model}:
-            model.register_forward_hook(
-                lambda module, args, output, found=found: found.setdefault(torch.is_grad_enabled(), output.logprobs)
-            )
+        found = [tiny.logprobs_by_gradient(model) for model in {trainer.model, trainer.reference.model}]
         trainer.train()
-        runs.append(found)
+        runs.append({has_gradient: logprobs for each in found for has_gradient, logprobs in each.items()})
     plain, noisy = runs
     torch.testing.assert_close(noisy[False], plain[False], rtol=0, atol=0)
     assert float((noisy[True] - plain[True]).abs().max()) > 1e-3

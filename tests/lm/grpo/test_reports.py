@@ -116,15 +116,11 @@ def test_prompts_come_in_order_if_asked(make):
 def test_neftune_is_noise_in_training_alone(make):
     runs = []
     for alpha in (None, 50.0):
-        found = {}  # the first log-probabilities without a gradient, which ratios start from, and those with one
         model = tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         grpo = make(model, neftune_noise_alpha=alpha, max_steps=1, disable_dropout=False, num_iterations=2)
-        model.register_forward_hook(
-            lambda module, args, output, found=found: found.setdefault(torch.is_grad_enabled(), output.logprobs)
-        )
+        runs.append(tiny.logprobs_by_gradient(model))
         grpo.train()
-        runs.append(found)
-    plain, noisy = runs
+    plain, noisy = runs  # without a gradient: those that ratios start from
     torch.testing.assert_close(noisy[False], plain[False], rtol=0, atol=0)
     assert float((noisy[True] - plain[True]).abs().max()) > 1e-2
 
