@@ -80,7 +80,8 @@ test-vllm: $(VLLM)/.installed ## sample with vLLM's engine, in the process and a
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(ARGS) $$(grep -rl --include='*.py' 'mark\.vllm' tests)
 
 test-distributed: $(STAMP) ## run two processes over gloo, each with the whole model (DDP): they train as one
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m distributed -n $(JOBS) --dist loadfile --durations=10 $(ARGS) tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m distributed -n $(JOBS) --dist loadfile --durations=10 $(ARGS) \
+	  $$(grep -rl --include='*.py' 'mark\.distributed' tests)
 
 test-sharded: $(STAMP) ## run two processes over gloo: what shares each model (FSDP2) trains as one, a failure ends both
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n $(JOBS) --dist loadfile --durations=10 $(SHARDED) $(ARGS)

@@ -1,15 +1,20 @@
 """Starts processes that train together, as torchrun does, connected by gloo and with one thread each."""
 
 import gc
+import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,12 +46,61 @@ def environment() -> dict[str, str]:
     }
 
 
+def connection_of(processes: int) -> dict[str, str]:
+    """Returns the variables by which so many processes of this machine find each other."""
+    with socket.create_server(("localhost", 0)) as unused:
+        port = unused.getsockname()[1]
+    count = str(processes)
+    return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+
+
+@cache
+def server_of(rank: int) -> subprocess.Popen[bytes]:
+    """Starts the process that the processes of this rank are forked from: ranks differ in how they hash texts."""
+    command = [sys.executable, "-m", "tests.run_forks"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), bufsize=0, **pipes)
+
+
 def launch(module: str, *args: str, processes: int) -> None:
-    """Runs `python -m module *args` in connected processes."""
+    """Runs `python -m module *args` in connected processes, which share the imports of `tests.run_forks`.
+
+    The first process that fails ends the others, as under torchrun.
+    """
+    group = connection_of(processes)
+    servers = [server_of(rank) for rank in range(processes)]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"log-{rank}.txt") for rank in range(processes)]
+        for rank, (server, log) in enumerate(zip(servers, logs, strict=True)):
+            place = environment() | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            job = {"module": module, "args": args, "environment": place, "log": str(log)}
+            server.stdin.write(json.dumps(job).encode() + b"\n")
+        left = {server.stdout: int(server.stdout.readline()) for server in servers}
+        failed = None
+        try:
+            while left and failed is None:
+                for answers in select.select([*left], [], [])[0]:
+                    del left[answers]
+                    if int(answers.readline()) and failed is None:
+                        failed = next(rank for rank, server in enumerate(servers) if server.stdout is answers)
+        finally:
+            for answers, pid in left.items():
+                os.kill(pid, signal.SIGKILL)
+                answers.readline()
+        assert failed is None, f"process {failed}: {explained(logs[failed].read_text())}"
+
+
+def launch_by_torchrun(module: str, *args: str, processes: int) -> None:
+    """Runs `python -m module *args` as `launch` does, each in an interpreter of its own, for engines that want one."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run([*torchrun, "-m", module, *args], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    crash = done.stderr.find("Fatal Python error")  # the other process's complaint and torchrun's follow it
-    assert done.returncode == 0, done.stderr[crash:][:6000] if crash >= 0 else done.stderr[-6000:]
+    assert done.returncode == 0, explained(done.stderr)
+
+
+def explained(errors: str) -> str:
+    """Returns the part of a failed process's output that names the cause."""
+    crash = errors.find("Fatal Python error")  # the other process's complaint and torchrun's follow it
+    return errors[crash:][:6000] if crash >= 0 else errors[-6000:]
 
 
 @contextmanager
@@ -119,9 +173,7 @@ def ends_of_two(module: str, *args: str, seconds: int = 100) -> list[Ended]:
 
     No torchrun is involved, because it kills one process as soon as the other fails.
     """
-    with socket.create_server(("localhost", 0)) as unused:
-        port = unused.getsockname()[1]
-    group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    group = connection_of(2)
     started = [
         subprocess.Popen(
             [sys.executable, "-m", module, *args],

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tests.diffusion import run_ddpo_distributed as diffusion
 from tests.lm import tiny
 from tests.lm.grpo import run_distributed as grpo
 
@@ -83,6 +82,8 @@ def grpo_train(reward: FailingReward, folder: str) -> None:
 
 
 def ddpo_train(reward: FailingReward, folder: str, **options: bool) -> None:
+    from tests.diffusion import run_ddpo_distributed as diffusion  # imports diffusers, which the others do without
+
     def score(images: torch.Tensor, *_: Any) -> torch.Tensor:
         return images.mean((1, 2, 3)) + reward()
 

@@ -13,6 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trimtab_common.sealing import checkpoints
 
+SHORT = {"ppo": {"steps": 4, "save_steps": 1}, "sft": {"max_steps": 4, "save_steps": 1}}
+
 
 def main(name: str, folder: Path, *, is_full: bool) -> None:
     """Trains, and prints how many saves failed in this process."""
@@ -32,7 +34,7 @@ def main(name: str, folder: Path, *, is_full: bool) -> None:
         warnings.resetwarnings()
         warnings.showwarning = note
         register_optimizer_step_pre_hook(fill)
-        works.run(name, folder, "none", on_save_error="warn")
+        works.run(name, folder, "none", on_save_error="warn", **SHORT[name])
     print(f"refused {len(refused)}")
 
 

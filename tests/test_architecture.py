@@ -134,6 +134,7 @@ LAUNCHED = source_of("trimtab_lm") / "__main__.py"
 PACKAGE_FILES = [path for package in PACKAGES for path in python_files(source_of(package)) if path != LAUNCHED]
 EXPERIMENT_FILES = python_files(ROOT / "experiments")
 TOOL_FILES = python_files(ROOT / "tools")
+PROGRAM_FILES = [file for file in TOOL_FILES + EXPERIMENT_FILES if "__main__" in file.name + file.read_text("utf-8")]
 EXPERIMENT_SCRIPTS = sorted((ROOT / "experiments").glob("*/train.py"))
 TRAINERS = {package: {path.parent.name for path in source_of(package).glob("*/trainer.py")} for package in PACKAGES}
 PAPERS = {path.parent.name for path in EXPERIMENT_SCRIPTS}
@@ -308,7 +309,7 @@ def import_script(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.usefixtures("as_script")
-@pytest.mark.parametrize("file", relative_to_root(TOOL_FILES + EXPERIMENT_FILES))
+@pytest.mark.parametrize("file", relative_to_root(PROGRAM_FILES))
 def test_script_imports(file: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", [file])
     assert import_script(ROOT / file, monkeypatch).__doc__
@@ -380,13 +381,6 @@ def test_a_package_imports_what_it_exports_only_when_it_is_used(package: str):
     program = f"import sys, {package}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert {"torch", "transformers", "diffusers", "wandb"}.isdisjoint(loaded)
-
-
-def test_trainers_import_optional_samplers_only_when_a_run_asks_for_them():
-    program = "import sys, trimtab_lm.grpo.trainer, trimtab_lm.ppo.trainer; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    optional = ("trimtab_lm.environments", "trimtab_lm.sampling.asynchronous", "trimtab_lm.sampling.vllm")
-    assert not [name for name in loaded if name.startswith(optional)]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

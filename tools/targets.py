@@ -28,7 +28,7 @@ def documented(makefile: str) -> list[str]:
 
 
 def run_by_ci(script: str) -> list[str]:
-    """Returns the targets that .ci/run always makes: those in the lists that begin at the left margin."""
+    """Returns the targets in the lists of .ci/run that begin at the left margin: those whose environment it builds."""
     return " ".join(re.findall(r"^\w+=\(([^)]*)\)", script, flags=re.MULTILINE)).split()
 
 

@@ -41,6 +41,7 @@ def test_the_best_of_the_samples_of_each_prompt_is_learnt(make, tmp_path, monkey
     scores = torch.tensor(letters(scored.prompts, scored.completions, ["a"] * 4 + ["o"] * 4)).view(2, 4)
     assert mean == pytest.approx(float(scores.mean()))
     assert best == pytest.approx(float(scores.max(1).values.mean()))
+    assert len(learnt) == 2
     for number, (ids, labels) in enumerate(learnt):
         answer = tokenizer.decode(labels[labels != -100], skip_special_tokens=True)
         assert answer == scored.completions[4 * number + int(scores[number].argmax())]

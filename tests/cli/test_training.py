@@ -147,6 +147,7 @@ def test_adapters_train_over_weights_in_4_bits(name, place, capsys, monkeypatch)
 
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(note))
     run(name, *COMMANDS[name], "--lora_r=2", "--load_in_4bit", "--output_dir=out", capsys=capsys, model="wide")
+    assert loaded
     assert all(model.is_loaded_in_4bit for model in loaded)
     weights = load_file("out/adapter_model.safetensors")
     learnt = {key: float(weight.abs().max()) for key, weight in weights.items() if "lora_B" in key}
@@ -597,9 +598,10 @@ def test_an_interruption_is_one_line_and_status_130(words, hint, place, capsys, 
 
 
 def test_an_interrupted_program_ends_by_the_signal_so_that_a_shells_loop_ends():
-    program = "import trimtab_cli.main as cli\ncli.silence_known()\nimport trimtab_cli.chat as chat\n"
+    program = "import sys, types\nimport trimtab_cli.main as cli\ncli.silence_known()\n"
     program += "def interrupted(words): raise KeyboardInterrupt\n"
-    program += "chat.main = interrupted\nraise SystemExit(cli.main())\n"
+    program += "sys.modules['trimtab_cli.chat'] = types.SimpleNamespace(main=interrupted)\n"
+    program += "raise SystemExit(cli.main())\n"
     ended = subprocess.run([sys.executable, "-c", program, "chat", "model"], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGINT
     assert ended.stderr.splitlines() == ["trimtab chat: interrupted."]

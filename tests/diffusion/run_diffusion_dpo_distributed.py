@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from tests.diffusion import tiny
 from tests.processes import process_of_many
+from torch import Tensor
 
 from trimtab_diffusion import DDPOStableDiffusionPipeline, DiffusionDPOConfig, DiffusionDPOTrainer
 from trimtab_diffusion.diffusion_dpo import algorithm
+from trimtab_diffusion.trajectories import Trajectories
 
 COUNT = 4  # pairs of an update, over all processes
 KINDS = {"full": False, "lora": True}
@@ -29,9 +31,14 @@ def rows_of(count: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def same_noise() -> Iterator[None]:
-    """Noise in the block depends on the first pair of a part alone."""
+    """Noise in the block depends on the pairs of a part alone, not on their order."""
     usual = algorithm.noised
-    algorithm.noised = lambda pictures, device, rows, _: usual(pictures, device, rows, tiny.generator(int(rows[0])))
+
+    def noised(pictures: Trajectories, device: torch.device, rows: Tensor, _: object) -> algorithm.Noised:
+        rows = rows.sort().values
+        return usual(pictures, device, rows, tiny.generator(int(rows[0])))
+
+    algorithm.noised = noised
     try:
         yield
     finally:

@@ -233,8 +233,14 @@ def test_checkpointing_activations_changes_no_gradient(tmp_path: Path):
         **FIXED,
     )
     assert second.sd_pipeline.vae.decoder.gradient_checkpointing
+    calls: list[tuple[AlignPropTrainer, bool]] = []
     for each in (first, second):
+        each.model.down_blocks[0].resnets[0].register_forward_pre_hook(
+            lambda module, args, each=each: calls.append((each, torch.is_grad_enabled()))
+        )
         each.step(0, 0)
+    assert calls.count((second, True)) == 2 * calls.count((first, True)) > 0
+    assert first.last_stats["grad_norm"] == pytest.approx(second.last_stats["grad_norm"], rel=1e-9)
     for one, other in zip(first.trainable_layers, second.trainable_layers, strict=True):
         assert torch.allclose(one, other, atol=1e-12)
 
@@ -265,8 +271,11 @@ def test_what_is_saved_loads_in_diffusers(tmp_path: Path):
 
 def test_bf16_trains(tmp_path: Path):
     AcceleratorState._reset_state(reset_partial_state=True)
-    history = trainer(tmp_path, mixed_precision="bf16", num_epochs=2, **FIXED).train()
+    trained, dtypes = trainer(tmp_path, mixed_precision="bf16", num_epochs=2, **FIXED), set[torch.dtype]()
+    trained.model.conv_in.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    history = trained.train()
     AcceleratorState._reset_state(reset_partial_state=True)
+    assert dtypes == {torch.bfloat16}
     assert all(stats["grad_norm"] > 0 for stats in history)
 
 

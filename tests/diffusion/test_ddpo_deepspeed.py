@@ -9,7 +9,7 @@ from diffusers import FluxPipeline
 from tests.diffusion import modern
 from tests.diffusion.run_ddpo_deepspeed import REFUSED, STAGES, first_weights, run
 from tests.diffusion.run_ddpo_sharded import CASES
-from tests.processes import TWO_PROCESSES, launch
+from tests.processes import TWO_PROCESSES, launch_by_torchrun
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed here: make test-deepspeed")
 pytestmark = TWO_PROCESSES
@@ -21,7 +21,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for stage in STAGES:
         sessions = [f"{folder},{case},{stage}" for case in (*CASES, REFUSED)]
-        launch("tests.diffusion.run_ddpo_deepspeed", *sessions, processes=2)
+        launch_by_torchrun("tests.diffusion.run_ddpo_deepspeed", *sessions, processes=2)
     return folder
 
 

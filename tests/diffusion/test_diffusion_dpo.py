@@ -166,7 +166,7 @@ def test_both_pictures_of_a_pair_get_the_same_noise(tmp_path: Path):
 )
 def test_chosen_pictures_win(kind: str, use_lora: bool, tmp_path: Path):
     """With the same noise in each epoch, which these untrained models need."""
-    sizes = {"train_batch_size": 1, "train_gradient_accumulation_steps": 8, "num_epochs": 20, "save_freq": 100}
+    sizes = {"train_batch_size": 8, "train_gradient_accumulation_steps": 1, "num_epochs": 20, "save_freq": 100}
     trained = trainer(
         tmp_path, BUILD[kind](), use_lora=use_lora, train_learning_rate=3e-3 if use_lora else 3e-4, beta=1000, **sizes
     )

@@ -144,10 +144,11 @@ def test_images_are_those_of_the_old_weights_without_noise(tmp_path: Path):
     torch.testing.assert_close(drawn.batches[0][0], images)
 
 
-def test_the_old_policy_follows_the_trained_one_by_its_schedule(tmp_path: Path):
-    trained = trainer(tmp_path, old_decay_rate=0.25, old_decay_max=0.4)
+@pytest.mark.parametrize(("start", "decays"), [(0, (0.25, 0.4, 0.4)), (1, (0.0, 0.25))])
+def test_the_old_policy_follows_the_trained_one_by_its_schedule(start: int, decays: tuple[float, ...], tmp_path: Path):
+    trained = trainer(tmp_path, old_decay_start=start, old_decay_rate=0.25, old_decay_max=0.4)
     old = {name: weight.clone() for name, weight in trained.old.weights.items()}
-    for epoch, decay in enumerate((0.25, 0.4, 0.4)):
+    for epoch, decay in enumerate(decays):
         trained.step(epoch, trained.global_step)
         assert trained.last_stats["policy/old_decay"] == pytest.approx(decay)
         for name, weight in trained.old.trained.items():
@@ -290,8 +291,11 @@ def test_what_is_saved_loads_in_diffusers(tmp_path: Path):
 
 def test_bf16_trains(tmp_path: Path):
     AcceleratorState._reset_state(reset_partial_state=True)
-    history = trainer(tmp_path, mixed_precision="bf16").train(2)
+    trained, dtypes = trainer(tmp_path, mixed_precision="bf16"), set[torch.dtype]()
+    trained.model.conv_in.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    history = trained.train(2)
     AcceleratorState._reset_state(reset_partial_state=True)
+    assert dtypes == {torch.bfloat16}
     assert all(stats["grad_norm"] > 0 for stats in history)
 
 

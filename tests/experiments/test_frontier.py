@@ -108,9 +108,9 @@ def test_the_bank_is_sampled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_errors_are_those_of_a_mean_over_prompts():
     """Prompts that differ in their level alone have one curve, moved by that level."""
-    levels = np.random.default_rng(0).normal(size=40)
+    levels = np.random.default_rng(0).normal(size=10)
     curve = attainable_with_errors(levels[:, None] + gaussian(1_000, deviation=0.5))
-    assert curve.errors == pytest.approx(levels.std(ddof=1) / 40**0.5, rel=1e-6)
+    assert curve.errors == pytest.approx(levels.std(ddof=1) / 10**0.5, rel=1e-6)
     assert curve.rewards[20] == pytest.approx(levels.mean() + 0.5 * 2**0.5, rel=0.01)  # at 1 nat
 
 

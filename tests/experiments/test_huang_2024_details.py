@@ -181,7 +181,7 @@ def test_the_sweep_has_the_recipe_and_each_detail_alone():
     sweep = read_sweep(file)
     names = set()
     points = list(sweep.grid_points())
-    for point in points:
+    for point in (point for point in points if point["seed"] == 0):
         words = [f"--{name}={value}" for name, value in parameters_at(sweep, point).items()]
         run, ppo = train.settings(words)
         (name,) = report.by_setting([Run(Path("x"), to_flat_dict(run, ppo), [], {})])

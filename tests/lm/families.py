@@ -45,6 +45,12 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+def known_settings(model_type: str) -> set[str]:
+    """Returns the names that the type's configuration has."""
+    default = CONFIG_MAPPING[model_type]()
+    return {*default.to_dict(), *default.attribute_map}
+
+
 def causal(model_type: str, **settings: Any) -> PreTrainedModel:
     """Returns a model with large random weights, so that its numbers depend on everything that its attention reads.
 
@@ -52,7 +58,7 @@ def causal(model_type: str, **settings: Any) -> PreTrainedModel:
     """
     kind = CONFIG_MAPPING[model_type]
     default = kind()
-    known = {*default.to_dict(), *default.attribute_map}
+    known = known_settings(model_type)
     sizes = {name: value for name, value in (SIZES | settings).items() if name in known}
     if "qk_rope_head_dim" in sizes:
         del sizes["head_dim"]

@@ -146,6 +146,17 @@ def moved(before: dict[str, torch.Tensor], module: torch.nn.Module) -> dict[str,
     return {name: gap for name, gap in gaps.items() if gap > 0}
 
 
+def logprobs_by_gradient(model: torch.nn.Module) -> dict[bool, torch.Tensor]:
+    """Returns a dict that gets the first log-probabilities the model computes with gradients, and without."""
+    found: dict[bool, torch.Tensor] = {}
+
+    def keep(module: torch.nn.Module, args: Any, output: Any) -> None:
+        found.setdefault(torch.is_grad_enabled(), output.logprobs.detach())
+
+    model.register_forward_hook(keep)
+    return found
+
+
 def logprobs_of(model: Any, query: torch.Tensor, response: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Returns [R, V], log-probabilities at each response token, from a plain forward pass of a causal model."""
     training, _ = model.training, model.eval()

@@ -265,14 +265,23 @@ def test_dropout_is_off_unless_asked_for_and_so_it_is_behind_checkpoints(tmp_pat
     assert trainer.model.transformer.drop.p == 0.3
 
 
-def test_neftune_noise_reaches_the_policy_and_not_the_reference(tmp_path):
-    _, plain = dpo.trained(tiny.exact(tiny.llama()), tmp_path)
-    trainer, noisy = dpo.trained(tiny.exact(tiny.llama()), tmp_path, neftune_noise_alpha=5.0)
-    assert float((noisy["lm_head.weight"] - plain["lm_head.weight"]).abs().max()) > 1e-6
-    seen = []
-    trainer.model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(_[0].training))
-    trainer.compute_reference_log_probs(trainer.data_collator(list(trainer.train_dataset)))
-    assert not any(seen)
+def test_the_callers_class_of_optimizer_trains_with_its_arguments(tmp_path):
+    chosen = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.0})}
+    trainer, _ = dpo.trained(tiny.exact(tiny.llama()), tmp_path, arguments=chosen)
+    assert tiny.moved(tiny.weights(tiny.exact(tiny.llama())), trainer.model) == {}
+
+
+@pytest.mark.parametrize("build", [lambda: tiny.exact(tiny.llama()), adapted], ids=["copy", "adapters"])
+def test_neftune_noise_reaches_the_policy_and_not_the_reference(build, tmp_path):
+    runs = []
+    for alpha in (None, 5.0):
+        trainer = dpo.trainer(build(), tmp_path, neftune_noise_alpha=alpha)
+        found = [tiny.logprobs_by_gradient(model) for model in {trainer.model, trainer.reference.model}]
+        trainer.train()
+        runs.append({has_gradient: logprobs for each in found for has_gradient, logprobs in each.items()})
+    plain, noisy = runs
+    torch.testing.assert_close(noisy[False], plain[False], rtol=0, atol=0)
+    assert float((noisy[True] - plain[True]).abs().max()) > 1e-3
 
 
 def test_activation_checkpointing_with_adapters(tmp_path):

@@ -123,16 +123,17 @@ def test_prompts_come_in_order_if_asked(make):
     assert [row["prompt"] for row in next(iter(grpo.get_train_dataloader()))] == prompts(2)["prompt"][:]
 
 
+@pytest.mark.filterwarnings("ignore:.*ratios do not start from 1")
 def test_neftune_is_noise_in_training_alone(make):
-    grpo = make(
-        tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-        neftune_noise_alpha=50.0,
-        max_steps=1,
-        disable_dropout=False,
-        num_iterations=2,
-    )
-    with pytest.warns(UserWarning, match="ratios do not start from 1"):
+    runs = []
+    for alpha in (None, 50.0):
+        model = tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        grpo = make(model, neftune_noise_alpha=alpha, max_steps=1, disable_dropout=False, num_iterations=2)
+        runs.append(tiny.logprobs_by_gradient(model))
         grpo.train()
+    plain, noisy = runs  # without a gradient: those that ratios start from
+    torch.testing.assert_close(noisy[False], plain[False], rtol=0, atol=0)
+    assert float((noisy[True] - plain[True]).abs().max()) > 1e-2
 
 
 def test_samples_reach_the_tables_and_the_screen(make, monkeypatch, capsys):

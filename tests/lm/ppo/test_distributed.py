@@ -24,6 +24,7 @@ def assert_same_steps(one: dict[str, Any], other: dict[str, Any]) -> None:
             else:
                 assert value == pytest.approx(yours[name], rel=1e-6, abs=1e-9, nan_ok=True), name
     assert one["kl_coef"] == pytest.approx(other["kl_coef"], rel=1e-9)
+    assert one["weights"].keys() == other["weights"].keys() != set()
     for name, weight in one["weights"].items():
         torch.testing.assert_close(weight, other["weights"][name], **TOLERANCE, msg=name)
 

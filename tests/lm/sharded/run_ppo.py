@@ -21,7 +21,7 @@ from tests.processes import let_accelerate_shard_on_cpu, process_of_many
 
 from trimtab_lm import PPOTrainer
 
-STEPS = 3
+STEPS = 2
 
 
 def gpt2() -> Any:
@@ -75,7 +75,7 @@ CASES = {
     "lora": Case(lora, has_masks=True),
     "critic": Case(
         arguments=lambda: {"value_model": tiny.scorer(dtype=torch.float64)},
-        config={"value_learning_rate": 3e-3, "lr_warmup_steps": 3},
+        config={"value_learning_rate": 3e-3, "lr_warmup_steps": 2},
     ),
     "critic of its own kind": Case(lora, arguments=lambda: {"value_model": tiny.exact(tiny.llama(seed=1))}),
     "another reference": Case(arguments=lambda: {"ref_model": tiny.policy(seed=1, dtype=torch.float64)}),
@@ -124,7 +124,7 @@ def share(columns: dict[str, list[Any]], rank: int, world_size: int) -> dict[str
 
 
 def stepped(name: str, rank: int = 0, world_size: int = 1, **accelerator_kwargs: Any) -> dict[str, Any]:
-    """Returns the statistics of three steps, a few greedy samples before each step, and the final weights."""
+    """Returns the statistics of two steps, a few greedy samples before each step, and the final weights."""
     case = CASES[name]
     trainer = make(case, world_size, **accelerator_kwargs)
     history, samples = [], []

@@ -1,6 +1,6 @@
 """Runs sharded trainings that stop, save and continue, under torchrun: `folder,name:start:stop,...`.
 
-`name:start:stop` is a session of the run `name`, for each case in both checkpoint formats: from the checkpoint of
+`name:start:stop` is a session of the run `name`, for each case and checkpoint format of RUNS: from the checkpoint of
 step `start`, or anew at 0, until step `stop`. Each session saves its full weights in folder/<name>-<stop>.pt.
 """
 
@@ -15,8 +15,9 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from trimtab_common.sealing import verify
 
-FORMATS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
-RESUMED = ("sft", "reward", "dpo adapters", "grpo", "iterative sft")
+FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+RUNS = {f"{case} {SHARDED}": (case, SHARDED) for case in ("sft", "reward", "dpo adapters", "grpo", "iterative sft")}
+RUNS |= {f"{case} {FULL}": (case, FULL) for case in ("sft", "dpo adapters")}
 
 
 def went_on(run: Path, case: str, format: str, start: int, stop: int, world_size: int) -> dict[str, torch.Tensor]:
@@ -29,7 +30,7 @@ def went_on(run: Path, case: str, format: str, start: int, stop: int, world_size
     train(trainer, resume=start > 0)
     newest = run / f"checkpoint-{stop}"
     verify(newest)
-    if format == "SHARDED_STATE_DICT":
+    if format == SHARDED:
         stored = FileSystemReader(newest / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata
         assert max(len(weight.chunks) for weight in stored.values()) == world_size
     trainer.save_model(f"{run}-model")
@@ -40,11 +41,8 @@ def main(folder: str, *sessions: str) -> None:
     with process_of_many(let_accelerate_shard_on_cpu) as (rank, world_size):
         for name, start, stop in (session.split(":") for session in sessions):
             weights = {
-                f"{case} {format}": went_on(
-                    Path(folder, f"{name} {case} {format}"), case, format, int(start), int(stop), world_size
-                )
-                for case in RESUMED
-                for format in FORMATS
+                run: went_on(Path(folder, f"{name} {run}"), case, format, int(start), int(stop), world_size)
+                for run, (case, format) in RUNS.items()
             }
             if rank == 0:
                 torch.save(weights, f"{folder}/{name}-{stop}.pt")

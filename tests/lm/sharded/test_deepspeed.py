@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.lm.sharded.run_deepspeed import DEEPSPEED_CASES, PPO_CASES, RESUMED_CASES, trained
 from tests.lm.sharded.run_ppo import stepped
-from tests.processes import launch
+from tests.processes import launch_by_torchrun
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("deepspeed", reason="make test-deepspeed runs these tests in a separate environment")
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """Returns the stage, and the folder where both processes of one launch saved their results."""
     folder = tmp_path_factory.mktemp(f"stage{request.param}")
-    launch("tests.lm.sharded.run_deepspeed", f"{folder};{request.param}", processes=2)
+    launch_by_torchrun("tests.lm.sharded.run_deepspeed", f"{folder};{request.param}", processes=2)
     return request.param, folder
 
 
@@ -73,7 +73,7 @@ def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Returns what the main process saved from the resumed trainings."""
     folder = tmp_path_factory.mktemp(f"resumed{request.param}")
     arguments = [str(folder), str(request.param), *RESUMED_CASES]
-    launch("tests.lm.sharded.run_deepspeed", ";".join(arguments), processes=2)
+    launch_by_torchrun("tests.lm.sharded.run_deepspeed", ";".join(arguments), processes=2)
     return torch.load(folder / "0.pt")
 
 

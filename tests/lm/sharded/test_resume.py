@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from peft.utils import load_peft_weights
-from tests.lm.sharded.run_resume import FORMATS, RESUMED
+from tests.lm.sharded.run_resume import RUNS
 from tests.processes import launch
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-RUNS = [f"{case} {format}" for case in RESUMED for format in FORMATS]
 
 Weights = dict[str, dict[str, torch.Tensor]]
 

@@ -13,7 +13,7 @@ from tests.lm.grpo.run_distributed import trainer as grpo
 from tests.lm.grpo.test_resume import Stop
 from tests.lm.sampling import wide
 from tests.lm.sampling.vllm.conftest import Server
-from tests.processes import launch
+from tests.processes import launch_by_torchrun
 
 from trimtab_lm import BestOfNSampler
 from trimtab_lm.sampling.backends import make_backend
@@ -89,7 +89,7 @@ def test_two_processes_train_on_the_samples_of_one_server(
 ):
     """The first process sends the weights, which FSDP2 may divide; both processes sample from them."""
     args = (str(tmp_path), folder, servers[0].address, str(is_sharded), str(is_asynchronous))
-    launch("tests.lm.sampling.vllm.run_trainers", *args, processes=2)
+    launch_by_torchrun("tests.lm.sampling.vllm.run_trainers", *args, processes=2)
     for rank in range(2):
         logs = torch.load(tmp_path / f"{rank}.pt")
         if is_asynchronous:

@@ -22,7 +22,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from trimtab_lm.legacy.transformers4 import restore
 from trimtab_lm.legacy.trl_names import ADVICE, MODULES
 
 
@@ -91,6 +90,8 @@ def install() -> None:
             "of trl, or uninstall trl."
         )
     sys.meta_path.insert(0, TrlModules())
+    from trimtab_lm.legacy.transformers4 import restore  # imports transformers, which mistakes and --help do without
+
     restore()
 
 
@@ -107,6 +108,7 @@ def main(argv: Sequence[str]) -> None:
     if not script.is_file():
         print(f"python -m trimtab_lm.legacy.trl: error: {script} is no file.", file=sys.stderr)
         raise SystemExit(2)
+    importlib.import_module("trimtab_lm.legacy.trl")  # which installs
     sys.argv = [str(script), *argv[1:]]
     sys.path[0] = str(script.resolve().parent)
     try:
@@ -117,8 +119,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    from trimtab_lm.legacy import trl
-
-    trl.main(sys.argv[1:])
+    main(sys.argv[1:])
 else:
     install()
