@@ -13,8 +13,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,44 +51,51 @@ def connection_of(processes: int) -> dict[str, str]:
     """Returns the variables by which so many processes of this machine find each other."""
     with socket.create_server(("localhost", 0)) as unused:
         port = unused.getsockname()[1]
-    count = str(processes)
-    return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    size = str(processes)
+    return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
 
 
 @cache
-def server_of(rank: int) -> subprocess.Popen[bytes]:
-    """Starts the process that the processes of this rank are forked from: ranks differ in how they hash texts."""
+def server_of(rank: int, session: int) -> subprocess.Popen[bytes]:
+    """Starts the process that the processes of a rank are forked from: ranks and sessions differ in how they hash."""
     command = [sys.executable, "-m", "tests.run_forks"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     return subprocess.Popen(command, cwd=ROOT, env=environment(), bufsize=0, **pipes)
 
 
+SESSIONS = count()
+
+
 def launch(module: str, *args: str, processes: int) -> None:
     """Runs `python -m module *args` in connected processes, which share the imports of `tests.run_forks`.
 
-    The first process that fails ends the others, as under torchrun.
+    The first process that fails ends the others, as under torchrun. Two launches in a row hash texts differently.
     """
-    group = connection_of(processes)
-    servers = [server_of(rank) for rank in range(processes)]
+    group, session = connection_of(processes), next(SESSIONS) % 2
+    servers, statuses = [server_of(rank, session) for rank in range(processes)], dict[int, int]()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"log-{rank}.txt") for rank in range(processes)]
-        for rank, (server, log) in enumerate(zip(servers, logs, strict=True)):
-            place = environment() | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            job = {"module": module, "args": args, "environment": place, "log": str(log)}
-            server.stdin.write(json.dumps(job).encode() + b"\n")
-        left = {server.stdout: int(server.stdout.readline()) for server in servers}
-        failed = None
         try:
-            while left and failed is None:
+            for rank, (server, log) in enumerate(zip(servers, logs, strict=True)):
+                place = environment() | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                job = {"module": module, "args": args, "environment": place, "log": str(log)}
+                server.stdin.write(json.dumps(job).encode() + b"\n")
+            left = {server.stdout: (rank, int(server.stdout.readline())) for rank, server in enumerate(servers)}
+            while left and not any(statuses.values()):
                 for answers in select.select([*left], [], [])[0]:
-                    del left[answers]
-                    if int(answers.readline()) and failed is None:
-                        failed = next(rank for rank, server in enumerate(servers) if server.stdout is answers)
-        finally:
-            for answers, pid in left.items():
-                os.kill(pid, signal.SIGKILL)
+                    rank, _ = left.pop(answers)
+                    statuses[rank] = int(answers.readline())
+            for answers, (_, pid) in left.items():
+                with suppress(ProcessLookupError):  # it has ended by itself
+                    os.kill(pid, signal.SIGKILL)
                 answers.readline()
-        assert failed is None, f"process {failed}: {explained(logs[failed].read_text())}"
+        except BaseException:  # the answers of these servers cannot be trusted any more
+            for server in servers:
+                server.kill()
+            server_of.cache_clear()
+            raise
+        failed = next((rank for rank, status in statuses.items() if status), None)
+        assert failed is None, f"process {failed}, status {statuses[failed]}: {explained(logs[failed].read_text())}"
 
 
 def launch_by_torchrun(module: str, *args: str, processes: int) -> None:

@@ -11,6 +11,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # an import that prints writes no answer
 
@@ -23,6 +25,7 @@ def main() -> None:
         if not (pid := os.fork()):
             os.environ.clear()
             os.environ |= job["environment"]
+            np.random.seed()  # each run has its own, as without a fork
             sys.argv = [job["module"], *job["args"]]
             end_as(partial(runpy.run_module, job["module"], run_name="__main__", alter_sys=True), log=Path(job["log"]))
         for answer in (pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])):

@@ -612,7 +612,7 @@ def test_a_checkpoint_that_is_not_there_is_one_line_for_a_pipeline(place, capsys
     Path("drawings.txt").write_text("a red cat\n")
     words = ("--dataset=drawings.txt", "--reward=rewards.py:redness")
     line = error_of(["ddpo", "--model=pipeline", *words, "--resume_from=nope"], capsys)
-    assert line.startswith("trimtab ddpo: error: resume_from='nope': does not exist.")
+    assert line.startswith("trimtab ddpo: error: There is no checkpoint to resume from: nope does not exist.")
 
 
 @pytest.mark.parametrize(

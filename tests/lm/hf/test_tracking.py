@@ -116,7 +116,6 @@ def test_files_that_are_deleted_during_a_run_are_one_warning(tmp_path, monkeypat
     assert len([one for one in caught if "W&B" in str(one.message)]) == 1
 
 
-@pytest.mark.slow
 def test_a_tracker_without_its_package_is_refused_with_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["wandb"])
     with pytest.raises(ImportError, match="report_to='tensorboard' needs its package: pip install tensorboard"):
@@ -124,6 +123,7 @@ def test_a_tracker_without_its_package_is_refused_with_what_to_install(tmp_path,
     assert SFTConfig(str(tmp_path), use_cpu=True, report_to="wandb").report_to == ["wandb"]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_tracker_imports_no_wandb(tmp_path):
     program = PROGRAM.replace('report_to="wandb"', 'report_to="none"') + "assert 'wandb' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 def lines() -> Iterator[str]:
     """The lines of stdin, after a prompt at a terminal."""
-    if not sys.stdin.isatty():
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield from sys.stdin
         return
     with suppress(EOFError):
@@ -97,7 +97,7 @@ class Speaker:
         if any("Classification" in name for name in config.architectures or ()):
             raise ValueError(f"{source} is a reward model, which writes no text. Name a language model.")
         kind: AutoModel = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = cast(nn.Module, load_model(kind, source, (), {}, is_trainable=False, hub={}))
+        model = cast(nn.Module, load_model(kind, source, (), {"dtype": "auto"}, is_trainable=False, hub={}))
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         tokenizer = AutoTokenizer.from_pretrained(source)
         if system is not None and tokenizer.chat_template is None:

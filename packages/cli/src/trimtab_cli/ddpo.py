@@ -31,7 +31,7 @@ from trimtab_diffusion.training.sampling import RewardFunction
 from trimtab_lm.data.prompts import open_dataset
 
 from .places import refuse_missing_path
-from .subcommands import DURING_TRAINING, about_run, errors_in_one_line, named, settings, tracker
+from .subcommands import DURING_TRAINING, about_run, check_eval_dataset, errors_in_one_line, named, settings, tracker
 
 ABOUT = """Learning from rewards of images. The dataset has a column `prompt` (or `text`, such as the lines of a .txt
 file); the reward function gets the others as metadata: reward(images, prompts, metadata) -> one number per image.
@@ -144,8 +144,7 @@ class DDPOArguments(RewardArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.eval_dataset is not None:
-            refuse_missing_path(self.eval_dataset)
+        check_eval_dataset(self.eval_dataset, self.eval_dataset_config)
 
     def options(self) -> dict[str, Any]:
         """What the trainer takes by name."""

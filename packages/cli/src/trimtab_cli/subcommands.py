@@ -194,13 +194,7 @@ class EvaluationConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.eval_dataset is not None:
-            refuse_missing_path(self.eval_dataset)
-        elif self.eval_dataset_config is not None:
-            raise ValueError(
-                f"eval_dataset_config={self.eval_dataset_config} is of eval_dataset, which is missing. Set it, or name "
-                "the configuration in dataset_config."
-            )
+        check_eval_dataset(self.eval_dataset, self.eval_dataset_config)
 
     def rows(self, run: RunConfig) -> Dataset | None:
         """The rows to evaluate on, in the format of those to train on; None: there is no evaluation."""
@@ -211,6 +205,17 @@ class EvaluationConfig:
         else:
             return None
         return run.prepared(rows)
+
+
+def check_eval_dataset(name: str | None, config: str | None) -> None:
+    """ValueError if the dataset to evaluate on is a path that is missing, or there is a configuration of none."""
+    if name is not None:
+        refuse_missing_path(name)
+    elif config is not None:
+        raise ValueError(
+            f"eval_dataset_config={config} is of eval_dataset, which is missing. Set it, or name the configuration in "
+            "dataset_config."
+        )
 
 
 @dataclass(kw_only=True)

@@ -151,8 +151,8 @@ def no_checkpoint(where: str | Path, newest: str) -> CheckpointError:
     """
     state = "is not a checkpoint, and holds none" if Path(where).is_dir() else "does not exist"
     return CheckpointError(
-        f"resume_from={str(where)!r}: {state}. Give a folder checkpoint-<step>, the folder that holds such folders, or "
-        f"{newest}."
+        f"There is no checkpoint to resume from: {where} {state}. Give a folder checkpoint-<step>, the folder that "
+        f"holds such folders, or {newest}."
     )
 
 

@@ -1,6 +1,7 @@
 """Configuration of AlignProp."""
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from trimtab_common.config import Count, CountFromZero, NotNegative, Positive, setting
 from trimtab_diffusion.training import config as shared
@@ -43,7 +44,7 @@ class AlignPropConfig(shared.SamplingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         bounds = self.truncated_rand_backprop_minmax
-        are_two = isinstance(bounds, tuple | list) and [type(bound) for bound in bounds] == [int, int]
+        are_two = len(bounds) == 2 and all(isinstance(bound, Integral) for bound in bounds)
         if not (are_two and 0 <= bounds[0] <= bounds[1]):
             raise ValueError(
                 f"truncated_rand_backprop_minmax={bounds}: two whole numbers are needed, the first 0 or above and not "

@@ -58,12 +58,6 @@ class Samples:
     batches: list[list[Any]]
 
 
-def solver_facts(solver: SchedulerMixin) -> dict[str, object]:
-    """A solver's class and settings, for the record of a run."""
-    config = {name: value for name, value in solver.config.items() if not name.startswith("_")}
-    return {"class": type(solver).__name__, **config}
-
-
 class DiffusionNFTTrainer(PipelineTrainer):
     """Samples images, scores them, and regresses the denoiser towards the better ones and away from the others.
 
@@ -113,8 +107,7 @@ class DiffusionNFTTrainer(PipelineTrainer):
         self.image_samples_callback, self.solver = image_samples_hook, solver
         self.schedule: Schedule | None = None
         self.reference = reference_of(self.sd_pipeline, self.accelerator) if config.kl_coef else None
-        facts = {} if solver is None else {"solver": solver_facts(solver)}
-        self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD, facts=facts)
+        self._prepare(without_effect=WITHOUT_EFFECT, held=shared.HELD)
         self.old = OldPolicy(self.accelerator.unwrap_model(self.model))
         self._keep_prompts(prompt_function, reward_function)
         self.run.keep(self, "old")

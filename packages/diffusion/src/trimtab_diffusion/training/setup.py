@@ -224,7 +224,7 @@ def reference_of(
     if replaced(pipeline, DDPOStableDiffusionPipeline, "reference"):
         raise TypeError(
             f"{type(pipeline).__name__} replaces reference, which is called where new adapters train alone: here the "
-            "reference is a frozen copy of the denoiser. Remove it, or pass use_lora=True."
+            "reference is a frozen copy of the denoiser. Remove it, or train new adapters."
         )
     shares = pipeline.use_lora and not divides_weights(accelerator)
     weights = pipeline.denoiser.parameters()

@@ -38,7 +38,7 @@ def sample_answers(trainer: Any, model: Model, prompts: Sequence[Tensor]) -> tup
         policy = _sampled_texts(trainer, trainer.accelerator.unwrap_model(model), prompts)
     if (fixed := runnable(trainer.reference, trainer.model)) is None:
         return policy, []
-    with fixed.active() as reference:
+    with fixed.active() as reference, trainer.accelerator.autocast():  # as the policy, which accelerate prepared
         texts = _sampled_texts(trainer, placed(reference, trainer.config.device), prompts)
     trainer.datasets.set_reference_aside()
     return policy, texts

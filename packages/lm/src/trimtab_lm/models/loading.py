@@ -105,8 +105,9 @@ def refuse_init_kwargs(init_kwargs: Mapping[str, Any] | None) -> None:
 
 
 def trains_only_adapters(peft_config: PeftConfig | None) -> bool:
-    """Whether a model that gets these adapters trains nothing else, no whole modules for instance."""
-    return peft_config is not None and not getattr(peft_config, "modules_to_save", None)
+    """Whether a model that gets these adapters trains nothing else, such as whole modules or biases."""
+    others = getattr(peft_config, "modules_to_save", None) or getattr(peft_config, "bias", "none") != "none"
+    return peft_config is not None and not others
 
 
 def check_precision(model: nn.Module, accelerator: Accelerator) -> None:

@@ -75,7 +75,9 @@ class Sampler:
             check_ids("queries", queries, vocabulary_size(self.policy.pretrained_model))
             options, is_first = {"batch_size": batch_size, "return_prompt": return_prompt}, self.calls == 0
             whole = whole_models(self.policy, self.reference if generate_ref_response else None)
-            with torch.no_grad(), without_dropout(self.policy.policy), whole:
+            # only the forward of policy and values as a whole is prepared for mixed precision
+            mixed = self.trainer.accelerator.autocast()
+            with torch.no_grad(), without_dropout(self.policy.policy), whole, mixed:
                 answers = [self._from_model(self.policy.pretrained_model, queries, generation_kwargs, options)]
                 if generate_ref_response:
                     with self.reference.reference.active() as model:

@@ -107,7 +107,7 @@ def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
         options = tokenizer_options(config.model_init_kwargs)
         is_encoder_decoder = AutoConfig.from_pretrained(config.model_name, **options).is_encoder_decoder
         kind = AutoModelForSeq2SeqLMWithValueHead if is_encoder_decoder else AutoModelForCausalLMWithValueHead
-        model = kind.from_pretrained(config.model_name, **config.model_init_kwargs)
+        model = kind.from_pretrained(config.model_name, **(config.model_init_kwargs or {}))
     else:
         refuse_init_kwargs(config.model_init_kwargs)
     if not isinstance(model, PreTrainedModelWrapper):

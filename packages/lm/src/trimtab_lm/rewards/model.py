@@ -160,5 +160,5 @@ def _loaded(name: str) -> Any:
     heads = _rows_of_heads(name, adapters)
     labels = {"num_labels": min(heads)} if heads else {}  # a head of two layers: the last has as many rows as labels
     with expecting_new_head() if heads else nullcontext():
-        adapted: Any = load_model(kind, name, (), labels, is_trainable=False, hub={})
+        adapted: Any = load_model(kind, name, (), {"dtype": "auto", **labels}, is_trainable=False, hub={})
     return adapted if learns_prompt(adapted) else adapted.merge_and_unload()

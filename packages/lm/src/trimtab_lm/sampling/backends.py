@@ -29,6 +29,7 @@ from trimtab_lm.sampling.rollout import (
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.positions import Positions
 
+FLASH = "auto_switch_to_flash"
 # transformers 5.18 renamed the field of ContinuousBatchingConfig.
 PAGE_SIZE = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
 BACKENDS = ("transformers", "continuous_batching", "vllm", "vllm_server")
@@ -241,6 +242,8 @@ class ContinuousBatchingRollout:
         """
         # The manager accepts 32-bit seeds.
         sizes = self._cpu_sizes(prompts, config) if self.model.device.type == "cpu" else {}
+        if self.model.dtype == torch.float32 and FLASH in ContinuousBatchingConfig.__dataclass_fields__:
+            sizes[FLASH] = False  # FlashAttention has no float32
         options = {**sizes, **self.options, "return_logprobs": True, "seed": seed % 2**32}
         manager = self.model.init_continuous_batching(config, ContinuousBatchingConfig(**options))
         results: dict[str, Any] = {}

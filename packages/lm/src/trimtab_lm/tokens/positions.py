@@ -42,8 +42,10 @@ class Positions(NamedTuple):
         decoder = base.config.max_seq_len if base.config.model_type == "mpt" else _rows(base.get_decoder())
         if decoder is not None:
             return cls(type(base).__name__, encoder, decoder - virtual)
-        trained = getattr(decoder_config(model), "max_position_embeddings", None)
-        return cls(type(base).__name__, encoder, None, trained)
+        config = decoder_config(model)
+        trained = getattr(config, "max_position_embeddings", None) or 0
+        is_scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
+        return cls(type(base).__name__, encoder, None, trained if trained > 0 and not is_scaled else None)
 
     @property
     def is_limited(self) -> bool:
@@ -68,9 +70,8 @@ class Positions(NamedTuple):
         if self.trained is not None and decoder > self.trained:
             # Without the number of tokens, so that Python shows it once and not for every row.
             warnings.warn(
-                f"Sequences reach beyond the {self.trained:,} tokens for which {self.model} was trained "
-                "(max_position_embeddings of its configuration). Set a limit, such as max_length, or scale its rotary "
-                "positions.",
+                f"Sequences may reach beyond the {self.trained:,} tokens for which {self.model} was trained "
+                f"(max_position_embeddings of its configuration). {remedy}",
                 stacklevel=3,
             )
 
