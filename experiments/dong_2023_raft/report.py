@@ -87,7 +87,7 @@ def claims_about(groups: Groups) -> Iterator[Claim]:
 
 
 def more_reward(high: str, low: str) -> Claim:
-    """The claim that one setting ends with more reward than another after as many rounds."""
+    """The claim that one setting ends with more reward than another after equally many rounds."""
     compared = (f"reward, {high}", f"reward, {low}")
     text, fields = f"{high}: more reward than {low}, at equal rounds", margin_fields(PAPER, "reward")
     return Claim(text, compared, "more", **fields, place="section 4.1, the effect of K", scale=SCALE)

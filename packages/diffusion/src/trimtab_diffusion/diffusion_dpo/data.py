@@ -149,8 +149,8 @@ def encoded(pipeline: DDPOStableDiffusionPipeline, pairs: Pairs, *, batch_size: 
         clean = latents_of(vae, pixels.to(device, vae.dtype)).float()
         if not bool(clean.isfinite().all()):
             raise ValueError(
-                f"The autoencoder's latents of the pictures in rows {start} to {start + len(rows) - 1} are not finite in "
-                f"{vae.dtype}. Set mixed_precision='no', or use an autoencoder for half precision."
+                f"The autoencoder's latents of the pictures in rows {start} to {start + len(rows) - 1} are not finite "
+                f"in {vae.dtype}. Set mixed_precision='no', or use an autoencoder for half precision."
             )
         call |= {"height": pixels.shape[2], "width": pixels.shape[3], "prompt": [row["prompt"] for row in rows]}
         seen = pipeline(generator=torch.Generator(device).manual_seed(0), storage_device="cpu", **call).trajectories
