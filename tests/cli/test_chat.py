@@ -74,6 +74,12 @@ def test_an_adapter_and_a_value_head_are_loaded(chat):
     assert chat("the cat\n", "headed", *GREEDY) == [continuation(tiny.gpt2().eval(), "the cat")]
 
 
+def test_a_model_is_loaded_in_its_own_type(place):
+    tiny.gpt2().bfloat16().save_pretrained("half")
+    tiny.tokenizer().save_pretrained("half")
+    assert Speaker.load("half").model.dtype == torch.bfloat16
+
+
 def test_a_chat_template_gives_the_model_the_conversation(place):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -97,6 +103,7 @@ def test_a_terminal_shows_a_prompt(monkeypatch, capsys):
         return typed.pop(0)
 
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", answer)
     assert list(lines()) == ["the cat", "a dog"]
     assert prompts == ["> "] * 3

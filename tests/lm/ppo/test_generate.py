@@ -169,3 +169,11 @@ def test_generate_has_no_dropout_and_leaves_the_mode_as_it_was(is_training):
     plain = tiny.gpt2(0, DOUBLE).eval()
     assert [row.tolist() for row in responses] == [greedy(plain, query).tolist() for query in queries]
     assert all(module.training == is_training for module in model.modules())
+
+
+def test_generate_computes_in_mixed_precision():
+    dtypes, trainer = set(), tiny.ppo(accelerator_kwargs={"mixed_precision": "bf16"})
+    trainer.model.pretrained_model.lm_head.register_forward_hook(lambda _, __, logits: dtypes.add(logits.dtype))
+    trainer.generate(tiny.rows(2, 2, 4), **SAMPLED)
+    trainer.generate(tiny.rows(2, 2, 4), **SAMPLED)  # without the check of the first call
+    assert dtypes == {torch.bfloat16}
