@@ -154,8 +154,10 @@ def test_generate_refuses_a_query_that_is_not_a_row_of_tokens(query, error, mess
         tiny.ppo().generate([query] if is_list else query, max_new_tokens=2)
 
 
-def test_generate_takes_no_query_too():
-    assert tiny.ppo().generate([], max_new_tokens=2) == []
+def test_a_process_may_have_no_query_left():
+    trainer = tiny.ppo()
+    assert len(trainer.generate(tiny.batch()[0], max_new_tokens=2)) == 4
+    assert trainer.generate([], max_new_tokens=2) == []
 
 
 @pytest.mark.parametrize("setting", ["num_beams", "num_return_sequences"])

@@ -63,10 +63,11 @@ def check_limit(mode: str, *, max_length: int | None) -> None:
 
 def check_limits(
     mode: str,
+    modes: Sequence[str] = get_args(Mode),
+    /,
     *,
     max_length: int | None,
     max_prompt_length: int | None = None,
-    modes: Sequence[str] = get_args(Mode),
 ) -> None:
     """Checks the settings by which prompts with answers are cut.
 

@@ -68,4 +68,4 @@ class RewardConfig(TrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_label_smoothing("RewardTrainer")
-        check_limits(self.truncation_mode, max_length=self.max_length, modes=get_args(TruncationMode))
+        check_limits(self.truncation_mode, get_args(TruncationMode), max_length=self.max_length)
