@@ -93,7 +93,7 @@ def limits_in_words(settings: object, names: Sequence[str]) -> str:
     """The limits that are set, such as "max_length=512", in one line for messages.
 
     Args:
-        names: of the settings that are limits; None is no limit.
+        names: the settings that are limits. None is no limit.
     """
     limits = {name: getattr(settings, name) for name in names}
     return ", ".join(f"{name}={limit}" for name, limit in limits.items() if limit is not None)
