@@ -56,8 +56,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def build(name: str, folder: Path, model: Any, peft_config: Any = None, *, ref_model: Any = None, **config: Any) -> Any:
     kind, config_kind, rows = BUILDS[name]
-    options = {"reward_funcs": length} if name == "grpo" else {}
-    options |= {"ref_model": ref_model} if ref_model else {}
+    options: dict[str, Any] = {"ref_model": ref_model} if ref_model else {}
+    if name == "grpo":
+        options, config = {"reward_funcs": length}, {"max_completion_length": 4} | config
     args = config_kind(str(folder), **SETTINGS | {"max_steps": 1, "save_strategy": "no"} | config)
     options |= {"args": args, "train_dataset": rows, "processing_class": tiny.tokenizer(), "peft_config": peft_config}
     return kind(model, **options)

@@ -57,8 +57,9 @@ def type_name(hint: object) -> str:
     """Returns a type's name for --help."""
     if isinstance(hint, type) and not get_args(hint):
         return hint.__name__
-    text = re.sub(r"Optional\[(\w+)\]", r"\1 | None", str(hint).replace("typing.", ""))
-    return re.sub(r"Literal\[(.*?)\]", lambda choices: choices[1].replace(", ", " | "), text)
+    text = str(hint).replace("typing.", "")
+    text = re.sub(r"Literal\[(.*?)\]", lambda choices: choices[1].replace(", ", " | "), text)
+    return re.sub(r"Optional\[([^\[\]]+)\]", r"\1 | None", text)
 
 
 def _rank(flag: Flag) -> tuple[bool, bool, bool]:

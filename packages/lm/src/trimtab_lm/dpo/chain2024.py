@@ -85,7 +85,7 @@ class RefModel:
         return placed(fixed.model, trainer.config.device)
 
     def __set__(self, trainer: Any, model: Model | str | None) -> None:
-        loaded = load_reference(model, trainer.config)
+        loaded = load_reference(model, trainer.config, trainer.peft_config)
         trainer.reference = make_reference(trainer.model, loaded, trainer.config, trainer.accelerator)
         trainer.datasets.open_cache()
 
