@@ -58,7 +58,7 @@ class Samples:
     batches: list[list[Any]]
 
 
-def solver_facts(solver: SchedulerMixin) -> dict[str, object]:
+def solver_facts(solver: Any) -> dict[str, object]:  # diffusers does not declare its config
     """A solver's class and settings, for the record of a run."""
     config = {name: value for name, value in solver.config.items() if not name.startswith("_")}
     return {"class": type(solver).__name__, **config}
