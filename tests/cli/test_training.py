@@ -299,7 +299,7 @@ def test_a_broken_line_beside_pictures_is_named(place, capsys, monkeypatch):
 def test_stored_adapters_keep_their_rank(place, capsys):
     tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     Path("drawings.txt").write_text("a red cat\na blue dog\n")
-    words = ("--dataset=drawings.txt", "--reward=rewards.py:redness", "--num_epochs=1", "--mixed_precision=no")
+    words = ("--dataset=drawings.txt", "--reward=rewards.py:brightness", "--num_epochs=1", "--mixed_precision=no")
     words += ("--sample_num_steps=2", "--sample_batch_size=2", "--train_batch_size=2", "--sample_guidance_scale=1")
     run("ddpo", *words, "--lora_rank=2", "--output_dir=first", model="pipeline")
     for rank in (0, 16):
@@ -314,7 +314,7 @@ def test_stored_adapters_keep_their_rank(place, capsys):
 def test_a_replay_that_differs_ends_in_one_line(place, capsys, monkeypatch):
     tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     Path("drawings.txt").write_text("a red cat\na blue dog\n")
-    words = ("--dataset=drawings.txt", "--reward=rewards.py:redness", "--num_epochs=1", "--mixed_precision=no")
+    words = ("--dataset=drawings.txt", "--reward=rewards.py:brightness", "--num_epochs=1", "--mixed_precision=no")
     words += ("--sample_num_steps=2", "--sample_batch_size=2", "--train_batch_size=2", "--sample_guidance_scale=1")
     # Each pass through the denoiser adds noise, as dropout does.
     forward = diffusers.UNet2DConditionModel.forward
@@ -326,7 +326,7 @@ def test_a_replay_that_differs_ends_in_one_line(place, capsys, monkeypatch):
 def test_noise_that_the_scheduler_does_not_have_ends_in_one_line(place, capsys):
     tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     Path("drawings.txt").write_text("a red cat\n")
-    words = ("--dataset=drawings.txt", "--reward=rewards.py:redness", "--mixed_precision=no", "--sample_eta=1.5")
+    words = ("--dataset=drawings.txt", "--reward=rewards.py:brightness", "--mixed_precision=no", "--sample_eta=1.5")
     assert "eta=1.5: DDIM takes 0 to 1" in error_of(["ddpo", "--model=pipeline", *words], capsys)
 
 

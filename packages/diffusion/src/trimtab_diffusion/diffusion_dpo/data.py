@@ -157,7 +157,8 @@ def encoded(pipeline: DDPOStableDiffusionPipeline, pairs: Pairs, *, batch_size: 
         _check(seen, clean, pipeline)
         latents.append(torch.stack(clean.cpu().chunk(2), 1))
         conditions.append(seen.conditions)
-    vae.to(dtype)
+    if vae.dtype != dtype:
+        vae.to(dtype)
     found, steps, whole = seen.schedule, Steps.of_training(pipeline.scheduler), torch.cat(latents)
     return Trajectories(
         Schedule(steps, steps.timesteps, found.name, dtype=found.dtype),
