@@ -214,7 +214,8 @@ def test_a_conversation_is_prompt_and_completion(tokenizer, prompt, completion):
     if not isinstance(row, Exception):
         whole = tokenizer.decode(encode_prompt(tokenizer, prompt)["input_ids"])
         before = tokenizer.decode(row["input_ids"][: row["completion_mask"].index(1)])
-        assert before in (whole, whole.removesuffix("<|im_start|>assistant\n"))
+        assert whole.startswith(before)  # the completion's header may begin as the answer's
+        assert before.startswith(whole[: whole.rindex("<|im_start|>")])
 
 
 @given(odd_text, odd_text, odd_text)
