@@ -16,7 +16,6 @@ from tests.diffusion.run_diffusion_dpo_distributed import KINDS, rows_of, run, s
 from tests.marks import slow_but
 from tests.processes import results_of_two
 
-from trimtab_common.health import TrainingDivergedError
 from trimtab_common.sealing import CheckpointError
 from trimtab_diffusion import DDPOStableDiffusionPipeline, DiffusionDPOConfig, DiffusionDPOTrainer
 from trimtab_diffusion.diffusion_dpo.algorithm import errors, noised
@@ -113,16 +112,16 @@ def without_draws(encode: Any) -> Any:
     return mode_alone
 
 
-@pytest.mark.parametrize("upcast", [True, False])
-def test_an_autoencoder_that_overflows_in_half_precision_encodes_in_float32(upcast: bool, tmp_path: Path):
+@pytest.mark.parametrize(("half", "read"), [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_an_autoencoder_that_overflows_in_float16_encodes_in_float32(half: torch.dtype, read: torch.dtype):
     pipeline, dtypes = tiny.stable_diffusion_xl(), set[torch.dtype]()
-    pipeline.vae.to(torch.bfloat16).register_to_config(force_upcast=upcast)
+    pipeline.vae.to(half).register_to_config(force_upcast=True)
     pipeline.vae.encoder.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
     with tiny.from_seed(1):
         wrapped = DDPOStableDiffusionPipeline(pipeline)
     encoded(wrapped, rows_of(2), batch_size=2)
-    assert dtypes == {torch.float32 if upcast else torch.bfloat16}
-    assert pipeline.vae.dtype == torch.bfloat16
+    assert dtypes == {read}
+    assert pipeline.vae.dtype == half
 
 
 def test_latents_that_are_not_finite_are_named(tmp_path: Path):
@@ -137,9 +136,7 @@ def test_latents_that_are_not_finite_are_named(tmp_path: Path):
         return encode(pixels)
 
     pipeline.vae.encode = broken
-    with pytest.raises(
-        TrainingDivergedError, match=r"the latents of the rejected pictures, counted from row 2: 1 \(1 of"
-    ):
+    with pytest.raises(ValueError, match=r"pictures in rows 2 to 3 are not finite in torch\.float32"):
         trainer(tmp_path, pipeline, encode_batch_size=2)
 
 
@@ -285,7 +282,7 @@ def test_a_faulty_row_is_refused_before_any_work(rows: Any, words: str, tmp_path
 def test_a_wrong_checkpoint_is_reported_before_pictures_are_encoded(tmp_path: Path):
     pipeline = tiny.stable_diffusion()
     pipeline.vae.encoder.register_forward_hook(lambda *_: pytest.fail("pictures were encoded"))
-    with pytest.raises(CheckpointError, match="resume_from='nope'"):
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from: nope does not exist"):
         trainer(tmp_path, pipeline, resume_from="nope")
 
 

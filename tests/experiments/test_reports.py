@@ -132,7 +132,7 @@ def test_the_program_exits_by_its_verdicts_and_leaves_what_they_follow_from(
     assert capsys.readouterr().out.count("the reward | rises") == 1
     text = (tmp_path / "out" / "report.md").read_text()
     assert "| the reward \\| rises (adapted: figure 2) | 0.7 |" in text
-    assert "![curve](curve.png)\n\n*two seeds*" in text
+    assert "![title: curve](curve.png)\n\n*two seeds*" in text
     assert "| a\\|b | line break |" in text
     assert "torch " in text
 

@@ -352,7 +352,7 @@ def test_an_effect_is_compared_with_its_threshold():
     outcomes = [
         judge([Claim("", ("a",), "more", 0.1, "", than=than)], numbers)[0].outcome for than in (0.3, 0.535, 0.7)
     ]
-    assert outcomes == ["reproduced", "no effect that matters", "does not carry over"]
+    assert outcomes == ["reproduced", "undecided", "does not carry over"]
 
 
 def test_prompts_are_averaged_where_the_other_side_has_one_number():

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from tests.lm import tiny
 from tests.lm.ppo.test_trainer import DOUBLE, GREEDY, PADS_WITH_EOS, SAMPLED, greedy, lora_policy
 
@@ -172,8 +173,14 @@ def test_generate_has_no_dropout_and_leaves_the_mode_as_it_was(is_training):
 
 
 def test_generate_computes_in_mixed_precision():
-    dtypes, trainer = set(), tiny.ppo(accelerator_kwargs={"mixed_precision": "bf16"})
-    trainer.model.pretrained_model.lm_head.register_forward_hook(lambda _, __, logits: dtypes.add(logits.dtype))
-    trainer.generate(tiny.rows(2, 2, 4), **SAMPLED)
-    trainer.generate(tiny.rows(2, 2, 4), **SAMPLED)  # without the check of the first call
+    dtypes = set()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        trainer = tiny.ppo(accelerator_kwargs={"mixed_precision": "bf16"})
+        layer = trainer.model.pretrained_model.transformer.h[0].mlp.c_fc
+        layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
+        trainer.generate(tiny.rows(2, 2, 4), **SAMPLED)
+        trainer.generate(tiny.rows(2, 2, 4), **SAMPLED)  # without the check of the first call
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
     assert dtypes == {torch.bfloat16}

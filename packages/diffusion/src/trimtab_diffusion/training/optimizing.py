@@ -86,7 +86,7 @@ class Updates:
 
     Attributes:
         losses: those of the step's parts that were not checked yet.
-        learning_rate: of the last step.
+        learning_rate: the rate of the last step.
     """
 
     accelerator: WeighingAccelerator
