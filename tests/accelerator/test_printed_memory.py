@@ -70,7 +70,7 @@ def columns(**lengths: int) -> Dataset:
 def trained(config: MemoryConfig, model: Any, folder: Path, meter: Meter) -> Any:
     """Takes two steps of two micro-batches, and returns the trainer."""
     adapters = LoraConfig(r=config.lora_rank, target_modules="all-linear") if config.lora_rank else None
-    is_mixed = config.weights == "float32"
+    is_mixed = config.weights != "bfloat16"
     if config.trainer == "ppo":
         sizes = {"batch_size": 2 * ROWS, "mini_batch_size": ROWS, "gradient_accumulation_steps": 2, "ppo_epochs": 1}
         precision = {"mixed_precision": "bf16" if is_mixed else "no"}
@@ -125,7 +125,7 @@ def test_activations_are_those_of_a_step_within_ten_percent(
     with quiet(), collected():
         meter = Meter()
         torch.manual_seed(0)
-        done = trained(config, kind(model).to(getattr(torch, config.weights)), tmp_path, meter)
+        done = trained(config, kind(model).to(getattr(torch, config.weights or "float32")), tmp_path, meter)
     reference = getattr(done, "ref_model", None)
     frozen = sum(weight.nbytes for weight in reference.parameters()) if reference is not None else 0
     states = printed.weights + printed.gradients + printed.optimizer + frozen
