@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -87,7 +86,6 @@ class PipelineTrainer:
         *,
         without_effect: Collection[str],
         held: Collection[str],
-        facts: Mapping[str, Any] = MappingProxyType({}),
         kl_target: float | None = None,
         data: str | None = None,
     ) -> None:
@@ -98,16 +96,8 @@ class PipelineTrainer:
         setup.return_float32(denoiser, self.accelerator)
         self.model.eval()  # no dropout: the updated policy must be the one that sampled
         self.lr_scheduler = warmup(optimizer, self.config.train_warmup_steps)
-        self.run = setup.run_of(
-            self.config,
-            self.accelerator,
-            self.model,
-            without_effect=without_effect,
-            held=held,
-            facts=facts,
-            kl_target=kl_target,
-            data=data,
-        )
+        settings = {"without_effect": without_effect, "held": held}
+        self.run = setup.run_of(self.config, self.accelerator, self.model, **settings, kl_target=kl_target, data=data)
         self.run.keep(self, "optimizer", "lr_scheduler", "first_epoch", "global_step")
         self.run.keep(self.accelerator, "scaler")
 

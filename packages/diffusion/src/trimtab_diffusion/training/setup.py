@@ -3,7 +3,7 @@
 import copy
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -156,7 +156,6 @@ def run_of(
     *,
     without_effect: Collection[str],
     held: Collection[str],
-    facts: Mapping[str, Any],
     kl_target: float | None = None,
     data: str | None = None,
 ) -> Run:
@@ -168,14 +167,13 @@ def run_of(
         model: as it was prepared.
         without_effect: settings that change no result, by name or pattern.
         held: settings whose values a resumed run keeps.
-        facts: what the result depends on besides the config, by name.
         kl_target: the KL that a controller aims at.
         data: fingerprint of the dataset; None where functions give the prompts.
     """
     run = Run(
         accelerator,
         model,
-        RunRecord.of(config, without=without_effect, data=data, **facts),
+        RunRecord.of(config, without=without_effect, data=data),
         health=HealthMonitor(kl_target=kl_target),
         start_tracker=partial(
             start_tracking,
