@@ -210,7 +210,7 @@ def test_the_night_tier_is_committed_where_a_page_has_its_marks(tree: Path, monk
     assert run(monkeypatch, "--tier", "night") == 0
     text = (home / "README.md").read_text()
     assert text.startswith(before)
-    assert "![figure](night_figure.png)" in text
+    assert "![t: figure](night_figure.png)" in text
     assert "([PDF](night_figure.pdf))" in text
     assert {file.name for file in home.glob("night_*")} == {
         "night_figure.pdf",
