@@ -166,14 +166,27 @@ def sampled(
     *,
     max_new_tokens: int,
     seed: int,
-    batch_size: int = 64,
     **settings: Any,
 ) -> list[torch.Tensor]:
     """Samples a continuation of each prompt, as token ids; leaves the random state of training as it is."""
+    queries = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    return sampled_ids(model, tokenizer, queries, max_new_tokens=max_new_tokens, seed=seed, **settings)
+
+
+def sampled_ids(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    queries: Sequence[torch.Tensor],
+    *,
+    max_new_tokens: int,
+    seed: int,
+    batch_size: int = 64,
+    **settings: Any,
+) -> list[torch.Tensor]:
+    """`sampled` for prompts of token ids, each [Q]."""
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     settings = {"do_sample": True, "max_new_tokens": max_new_tokens, **settings}
     config, _ = sampling_config(model, pad_token_id=pad, **settings)
-    queries = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     eos = eos_token_ids(model, tokenizer.eos_token_id, config)
     was_training, _ = model.training, model.eval()
     with private_rng(seed, model.device):

@@ -49,15 +49,19 @@ def read(runs: Sequence[Run]) -> Report:
         "figure": f"{most} seeds{fewer}. (a) Each evaluation of each run up to {FURTHEST:g} nats; steps join the best "
         f"ones of all seeds, which are not what is judged; {beyond} evaluations lie further. The reward scored "
         f"{texts:,} texts in a run, or as many as a name says. (b) The most reward within a budget, medians of the "
-        "seeds, bands from the lower to the upper quartile. Black: the best reward at each KL, estimated by "
-        "reweighting samples of the reference, with its standard error (grey); dotted: the best of 1, 2, 4, ... of "
-        "these samples.",
-        "efficiency": "The gain of the most reward within a budget, divided by the attainable gain.",
+        "seeds, bands from the lower to the upper quartile. Black: the best reward at each KL, estimated by samples "
+        "that follow the optimal policies, with its standard error (grey); dotted: the best of 1, 2, 4, ... samples "
+        "of the reference.",
     }
     samples = samples_of({name: group[0] for name, group in groups.items()})
     figures = {"figure": figure(methods, references)}
     if optimum is not None:
         figures["efficiency"] = efficiency_figure(methods, optimum)
+        captions["efficiency"] = (
+            "The gain of the most reward within a budget, divided by the attainable gain. With other openings the "
+            f"attainable gain has a standard error of {optimum.relative_error(BUDGETS[0]):.1%} at {BUDGETS[0]:g} nats"
+            f"{f' and of {far:.1%} at {BUDGETS[-1]:g} nats' if (far := optimum.relative_error(BUDGETS[-1])) else ''}."
+        )
     return Report(measured, [*claims_about(), *claims_about_texts()], figures, captions, samples)
 
 

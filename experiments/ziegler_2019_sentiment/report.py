@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 
 from experiments.claims import Claim, Numbers
 from experiments.figures import curves, panels
-from experiments.frontier import PROMPTS, Frontier, reference_curves
+from experiments.frontier import Frontier, reference_curves
 from experiments.margins import margin_fields
 from experiments.reports import Report, main, medians_in_words
 from experiments.run_folders import Run, by, of_seeds
@@ -64,7 +64,7 @@ def read(runs: Sequence[Run]) -> Report:
     )
     if attainable is not None:
         caption += (
-            "; black: the best reward reachable at each KL, estimated by reweighting samples of the pretrained model"
+            "; black: the best reward reachable at each KL, estimated by samples that follow the optimal policies"
         )
     caption += "."
     if learnt:
@@ -86,11 +86,8 @@ def outcome_of(run: Run) -> list[str]:
 
 
 def share_of(run: Run, attainable: Frontier) -> float | None:
-    """The run's gain of reward over the attainable gain at its KL, on the frontier's openings.
-
-    None if its KL is beyond the frontier's range.
-    """
-    after, before = (fmean(run.per_prompt[name][:PROMPTS]) for name in ("reward", "reward_before"))
+    """The run's gain of reward over the attainable gain at its KL; None if that is beyond the frontier's range."""
+    after, before = (fmean(run.per_prompt[name]) for name in ("reward", "reward_before"))
     return attainable.efficiency(run.summary["kl"], after - before)
 
 
