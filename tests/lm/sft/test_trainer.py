@@ -205,6 +205,14 @@ def test_rows_of_constant_length_train(infinite: bool, tmp_path):
     assert trained(tiny.gpt2(), tmp_path, arguments=arguments)[0].state.global_step == 1
 
 
+def test_an_evaluation_ends_if_training_repeats_its_data(tmp_path):
+    settings = {"packing": True, "packing_strategy": "constant_length", "max_length": 16, "infinite": True}
+    sft = trainer(tiny.gpt2(), tmp_path, arguments={"eval_dataset": Dataset.from_dict({"text": TEXTS})}, **settings)
+    other = sft.get_eval_dataloader(Dataset.from_dict({"text": TEXTS[:1]}))
+    assert (len(sft.eval_dataset), len(other)) == (6, 1)
+    assert sft.evaluate()["eval_loss"] > 0
+
+
 def test_the_completion_collator_learns_answers_alone(tmp_path):
     collator = DataCollatorForCompletionOnlyLM("w", tokenizer=tiny.tokenizer())
     columns = {"text": ["hello world.", "a word."]}

@@ -31,7 +31,9 @@ class SFTConfig(TrainerConfig):
         default=None,
     )
     eval_packing: bool | None = setting("The same for evaluation. None: as packing.", default=None)
-    infinite: bool | None = setting("constant_length: begin again at the data's end (needs max_steps).", default=None)
+    infinite: bool | None = setting(
+        "constant_length: begin training again at the data's end (needs max_steps).", default=None
+    )
     num_of_sequences: int = setting("constant_length: rows to tokenize at a time.", default=1024)
     chars_per_token: float = setting("constant_length: characters of a token, to guess how many texts.", default=3.6)
     dataset_num_proc: int | None = setting("Processes that tokenize the data.", default=None)

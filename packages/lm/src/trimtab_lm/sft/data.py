@@ -245,9 +245,17 @@ def pack(dataset: Data, config: SFTConfig) -> DataSource:
 
 
 def rows_of_constant_length(
-    dataset: DataSource, tokenizer: PreTrainedTokenizerBase, config: SFTConfig, *, formatting_func: Formatting | None
+    dataset: DataSource,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SFTConfig,
+    *,
+    formatting_func: Formatting | None,
+    infinite: bool,
 ) -> DataSource:
-    """Documents one after the other, cut where a row of max_length tokens is full; a stream if the data are one."""
+    """Documents one after the other, cut where a row of max_length tokens is full; a stream if the data are one.
+
+    infinite: begin again at the data's end, in a stream of rows.
+    """
     dataset = as_data(dataset)
     options = {name: value for name, value in (config.dataset_kwargs or {}).items() if name != "skip_prepare_dataset"}
     if format_of(columns_of(dataset), config, formatting_func) is RowFormat.TEXT:
@@ -257,12 +265,12 @@ def rows_of_constant_length(
     rows = ConstantLengthDataset(
         tokenizer,
         dataset,
-        infinite=bool(config.infinite),
+        infinite=infinite,
         seq_length=config.max_length or 0,
         num_of_sequences=config.num_of_sequences,
         chars_per_token=config.chars_per_token,
         seed=config.seed,
         **options,
     )
-    is_stream = config.infinite or not isinstance(dataset, Dataset)
+    is_stream = infinite or not isinstance(dataset, Dataset)
     return rows if is_stream else Dataset.from_list([{k: v.tolist() for k, v in row.items()} for row in rows])

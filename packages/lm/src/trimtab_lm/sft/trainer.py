@@ -96,7 +96,9 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
                 "packing puts documents side by side, which an encoder-decoder model cannot read. Leave it out."
             )
         if packing and config.packing_strategy == "constant_length":
-            return rows_of_constant_length(dataset, self.tokenizer, config, formatting_func=self.formatting_func)
+            infinite = use == "train" and bool(config.infinite)  # an evaluation has to end
+            read = self.formatting_func
+            return rows_of_constant_length(dataset, self.tokenizer, config, formatting_func=read, infinite=infinite)
         if packing and self.has_own_collator:
             raise ValueError(
                 "packing=True puts several documents into a row, and a data_collator came, which does not keep them "
