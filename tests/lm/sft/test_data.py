@@ -186,6 +186,7 @@ def test_packed_texts_that_begin_with_bos_get_no_second_one():
         {"chars_per_token": 2.0},
         {"packing": True, "infinite": True},
         {"packing": True, "max_length": None},
+        {"eval_packing": True, "max_length": None},
         {"max_length": 1},
         {"max_length": -1},
         {"dataset_kwargs": {"x": 1}},

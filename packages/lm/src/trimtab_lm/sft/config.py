@@ -73,9 +73,10 @@ class SFTConfig(TrainerConfig):
                 "infinite, num_of_sequences and chars_per_token belong to packing=True with "
                 f"packing_strategy='constant_length'; packing={self.packing}, {self.packing_strategy!r} came in."
             )
-        if self.packing and self.max_length is None:
-            raise ValueError("packing fills rows of max_length tokens, which is None. Set it.")
         if self.eval_packing is None:
             self.eval_packing = self.packing
+        if (self.packing or self.eval_packing) and self.max_length is None:
+            name = "packing" if self.packing else "eval_packing"
+            raise ValueError(f"{name} fills rows of max_length tokens, which is None. Set it.")
         if self.infinite and self.max_steps <= 0:
             raise ValueError(f"infinite=True never ends by itself and max_steps={self.max_steps}. Set max_steps.")
