@@ -12,6 +12,7 @@ from peft import LoraConfig
 from tests.lm import tiny
 from tests.marks import slow_but
 
+from trimtab_common.sealing import CheckpointError
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 
 TEXTS = [
@@ -107,6 +108,16 @@ def test_a_stream_resumes_where_it_stopped(tmp_path):
 def test_an_endless_stream_resumes_where_it_stopped(tmp_path):
     settings = {"packing": True, "max_length": 12, "num_of_sequences": 2, "chars_per_token": 1.0, "infinite": True}
     assert_resumes("", tmp_path, (2, 5), **settings)
+
+
+@pytest.mark.parametrize("strategy", ["best_fit", "constant_length"])
+def test_packed_rows_of_other_texts_are_refused(strategy: str, tmp_path, monkeypatch):
+    settings = {"packing": True, "packing_strategy": strategy, "max_length": 40, "max_steps": 1}
+    settings |= {"infinite": True} if strategy == "constant_length" else {}
+    trainer("", tmp_path, **settings).train()
+    monkeypatch.setitem(CASES, "other", ("gpt2", {"train_dataset": Dataset.from_dict({"text": TEXTS[::-1]})}, {}))
+    with pytest.raises(CheckpointError, match="training data was"):
+        trainer("other", tmp_path, **settings).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("name", ["padding-free", "packed", "encoder-decoder", "stream"])

@@ -1,6 +1,7 @@
 """Supervised fine-tuning on transformers.Trainer."""
 
 from collections.abc import Callable
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig
@@ -11,7 +12,7 @@ from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerOptions, prepare_datasets
 from trimtab_lm.hf.labels import LabelTrainer, document_collator, label_stats
 from trimtab_lm.hf.models import load_language_model
-from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Use
+from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Trial, Use
 from trimtab_lm.interface import Model, Processor
 from trimtab_lm.legacy.arguments import SFT, takes_constructor_of_2024
 from trimtab_lm.legacy.constant_length import ConstantLengthDataset
@@ -19,7 +20,7 @@ from trimtab_lm.tokens.positions import Positions
 
 from .algorithm import score_labels, token_nll
 from .config import SFTConfig
-from .data import Formatting, pack, rows_of_constant_length, tokenize_rows
+from .data import Formatting, PackedDataset, pack, rows_of_constant_length, tokenize_rows
 
 
 class SFTTrainer(LabelTrainer[SFTConfig]):
@@ -114,3 +115,9 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
             positions=Positions.of(self.model),
         )
         return pack(rows, config) if packing else rows
+
+    def open_run(self, resume_from_checkpoint: Any, trial: Trial = None) -> str | None:
+        """Begin a run, or resume one; its data are the rows that are packed."""
+        rows: Any = self.train_dataset
+        data = rows.dataset if isinstance(rows, PackedDataset | ConstantLengthDataset) else rows
+        return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=trial is not None)
