@@ -104,20 +104,33 @@ def test_a_resumed_stream_may_begin_again_on_request(tmp_path):
     assert seen[0] == [row["input_ids"] for row in first[:2]]
 
 
+class Ends(TrainerCallback):
+    """Keeps the steps and epochs at which epochs end."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[int, float]] = []
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.ends.append((state.global_step, state.epoch))
+
+
+def test_a_stream_that_begins_again_goes_on_counting_epochs(tmp_path):
+    """A run resumes after a pass and two of the five batches of the next: two passes from there make three."""
+    rows, callback = [{"text": word} for word in WORDS], Ends()
+    make(SFT, tmp_path, streamed(rows), save_strategy="steps", save_steps=7).train()
+    settings = {"max_steps": 17, "ignore_data_skip": True, "resume_with_changes": True}
+    again = make(SFT, tmp_path, streamed(rows), callbacks=[callback], **settings)
+    again.train(resume_from_checkpoint=True)
+    assert callback.ends == [(12, 2), (17, 3)]
+
+
 def test_each_pass_over_a_stream_is_an_epoch(tmp_path):
     """Three passes of five batches: what is due at an epoch's end happens then, and at the end of the run."""
-    ends: list[tuple[int, float]] = []
-
-    class Ends(TrainerCallback):
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            ends.append((state.global_step, state.epoch))
-
-    rows = [{"text": word} for word in WORDS]
-    options = {"eval_strategy": "epoch", "eval_dataset": streamed(rows[:2]), "callbacks": [Ends()]}
+    rows, callback = [{"text": word} for word in WORDS], Ends()
+    options = {"eval_strategy": "epoch", "eval_dataset": streamed(rows[:2]), "callbacks": [callback]}
     sft = make(SFT, tmp_path, streamed(rows), save_strategy="epoch", max_steps=15, **options)
     sft.train()
-    assert [step for step, _ in ends] == [5, 10, 15]
-    assert [epoch for _, epoch in ends] == [1, 2, 3]
+    assert callback.ends == [(5, 1), (10, 2), (15, 3)]
     assert [log["step"] for log in sft.state.log_history if "eval_loss" in log] == [5, 10, 15]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-15", "checkpoint-5"]
 

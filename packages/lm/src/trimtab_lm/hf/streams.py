@@ -35,6 +35,8 @@ class Passes(torch.utils.data.IterableDataset[Batch]):
         self.loader: DataLoader[Batch] | None = None
         self.ends: list[int] = []
         """How many batches there were up to the end of each pass so far."""
+        self.before = 0, 0
+        """The steps and passes before the first batch: of a resumed run that begins the stream again."""
 
     def over(self, loader: DataLoader[Batch]) -> DataLoader[Batch]:
         """A loader of all passes, from the loader of one pass; a loader that knows its length is returned as it is."""
@@ -43,8 +45,8 @@ class Passes(torch.utils.data.IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         loader: Any = self.loader
-        args, given = self.trainer.args, 0
-        self.ends = []
+        args, state, given = self.trainer.args, self.trainer.state, 0
+        self.ends, self.before = [], (state.global_step, int(state.epoch or 0)) if args.ignore_data_skip else (0, 0)
         for number in count():
             before = given
             loader.set_epoch(number)
@@ -64,10 +66,11 @@ class Passes(torch.utils.data.IterableDataset[Batch]):
     def end_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Sets the epoch, and tells the callbacks if a pass ended in this step."""
         per_step = args.gradient_accumulation_steps
-        done = state.global_step * per_step
+        steps, whole_passes = self.before
+        done = (state.global_step - steps) * per_step
         passes = bisect_right(self.ends, done)
         last_end = self.ends[passes - 1] if passes else 0
-        state.epoch = passes + (done - last_end) / (state.max_steps * per_step)
+        state.epoch = whole_passes + passes + (done - last_end) / (state.max_steps * per_step)
         is_last = state.global_step >= state.max_steps or control.should_training_stop
         if passes and last_end > done - per_step and not is_last:
             handler = self.trainer.callback_handler
