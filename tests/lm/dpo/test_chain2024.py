@@ -367,6 +367,19 @@ def test_an_assigned_loss_that_needs_a_reference_is_refused_where_there_is_none(
     assert states == [True, False, True]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("precompute_ref_log_probs", True), ("model_adapter_name", "own"), ("ref_adapter_name", "other")],
+)
+def test_an_attribute_that_comes_too_late_for_the_models_is_refused(name, value, tmp_path):
+    trainer = dpo.trainer(tiny.gpt2(), tmp_path)
+    before = getattr(trainer, name)
+    setattr(trainer, name, before)
+    with pytest.raises(ValueError, match=rf"Make a trainer with DPOConfig\({name}={value!r}\)"):
+        setattr(trainer, name, value)
+    assert getattr(trainer, name) == before
+
+
 def test_attributes_of_the_rows_have_effect_on_data_already_given(tmp_path):
     trainer = dpo.trainer(tiny.gpt2(), tmp_path, arguments={"eval_dataset": dpo.dataset(4)})
     trainer.max_length, trainer.max_prompt_length, trainer.truncation_mode = 8, 2, "keep_start"

@@ -70,6 +70,17 @@ class Setting:
         vars(trainer.config).update(vars(changed))
 
 
+class FixedSetting(Setting):
+    """A field of the trainer's config that models were made by; assigned, it is an error."""
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if value != getattr(trainer.config, self.name):
+            raise ValueError(
+                f"{self.name}={value!r} came after the trainer had made its models and datasets with "
+                f"{getattr(trainer.config, self.name)!r}. Make a trainer with DPOConfig({self.name}={value!r})."
+            )
+
+
 class RefModel:
     """`DPOTrainer.ref_model`: the reference, a model or, assigned, its name.
 

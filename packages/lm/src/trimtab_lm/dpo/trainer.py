@@ -32,7 +32,7 @@ from trimtab_lm.tokens.forward import score_tokens_in_forward
 from trimtab_lm.tokens.positions import Positions
 
 from .algorithm import compare, score
-from .chain2024 import Chain2024, RefModel, Setting, get_batch_logps
+from .chain2024 import Chain2024, FixedSetting, RefModel, Setting, get_batch_logps
 from .collator import REFERENCE_COLUMNS, PreferencePairCollator, concatenated_inputs, count_pairs, tokens_of
 from .config import DPOConfig
 from .data import Datasets
@@ -80,8 +80,8 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
     beta, label_smoothing, loss_type, reference_free = Setting(), Setting(), Setting(), Setting()
     max_length, max_prompt_length, max_target_length, truncation_mode = Setting(), Setting(), Setting(), Setting()
     label_pad_token_id, padding_value, generate_during_eval = Setting(), Setting(), Setting()
-    dataset_num_proc, precompute_ref_log_probs = Setting(), Setting()
-    model_adapter_name, ref_adapter_name = Setting(), Setting()
+    dataset_num_proc, precompute_ref_log_probs = Setting(), FixedSetting()
+    model_adapter_name, ref_adapter_name = FixedSetting(), FixedSetting()
     ref_model = RefModel()
 
     @takes_constructor_of_2024(DPOConfig, DPO)
