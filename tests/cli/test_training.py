@@ -84,7 +84,7 @@ def test_a_subcommand_trains_and_saves_model_and_tokenizer(name, place, capsys):
     page = Path("runs", name, "README.md").read_text()
     assert f'from_pretrained("runs/{name}")' in page
     assert "| base model | model |" in page
-    assert f"| dataset | {COMMANDS[name][0].removeprefix('--dataset=')} |" in page
+    assert f"| local dataset | {COMMANDS[name][0].removeprefix('--dataset=')} |" in page
     assert ("| reward | " in page) is (name in ("grpo", "ppo", "iterative-sft"))
 
 

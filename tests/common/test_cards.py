@@ -52,15 +52,17 @@ def test_a_card_without_a_name_has_that_of_its_folder(tmp_path, name):
     assert str(tmp_path) not in page
 
 
-def test_files_are_not_named_as_repositories(tmp_path, monkeypatch):
+@pytest.mark.parametrize("folder", [".", "data"])
+def test_files_are_not_named_as_repositories(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     Path("base").mkdir()
-    Path("rows.jsonl").touch()
-    facts = facts_of({"dataset": str(tmp_path / "rows.jsonl"), "seed": 3}, data="2 rows")
-    assert facts == {"data": "2 rows", "dataset": "rows.jsonl"}
+    Path(folder).mkdir(exist_ok=True)
+    Path(folder, "rows.jsonl").touch()
+    facts = facts_of({"dataset": str(tmp_path / folder / "rows.jsonl"), "seed": 3}, data="2 rows")
+    assert facts == {"data": "2 rows", "local dataset": "rows.jsonl"}
     card = ModelCard.load(write_model_card("mine", **PPO | {"base_model": "base"}, facts=facts))
     assert {"base_model", "datasets"}.isdisjoint(card.data.to_dict())
-    assert "| dataset | rows.jsonl |" in card.text
+    assert "| local dataset | rows.jsonl |" in card.text
 
 
 def test_a_card_has_the_versions_and_the_commit(tmp_path, monkeypatch):

@@ -112,12 +112,14 @@ def facts_of(about: Mapping[str, object], **known: object) -> dict[str, object]:
     """The rows of a card on what a model was trained on.
 
     Args:
-        about: what the program says of the run; its dataset, split and reward are taken, a path by its last part.
+        about: what the program says of the run; its dataset, split and reward are taken. A dataset of files is a
+            `local dataset`, the last part of its path.
         known: what the trainer says, which they replace.
     """
     said = {name: about[name] for name in ("dataset", "dataset_config", "split", "reward") if name in about}
     if isinstance(dataset := said.get("dataset"), str) and Path(dataset).exists():
-        said["dataset"] = Path(dataset).name
+        del said["dataset"]
+        said["local dataset"] = Path(dataset).name
     return {**known, **said}
 
 
