@@ -164,8 +164,9 @@ def test_a_generator_of_rows_is_no_dataset(tmp_path):
         dpo.trainer(tiny.gpt2(), tmp_path, arguments={"train_dataset": (row for row in [ROW])})
 
 
-def test_a_tokenizer_without_eos_is_refused(tmp_path):
-    arguments = {"processing_class": tiny.tokenizer(eos_token=None)}
+@pytest.mark.parametrize("special", [{}, {"pad_token": None}])
+def test_a_tokenizer_without_eos_is_refused(tmp_path, special):
+    arguments = {"processing_class": tiny.tokenizer(eos_token=None, **special)}
     with pytest.raises(ValueError, match="no EOS token"):
         dpo.trainer(tiny.gpt2(), tmp_path, arguments=arguments)
 

@@ -6,6 +6,7 @@ from accelerate import Accelerator
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
 
+from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.models import fixed_reference, load_language_model, with_adapters
 from trimtab_lm.interface import Model, base_of
 from trimtab_lm.models.reference import Reference
@@ -112,5 +113,5 @@ def check_kind(model: Model, config: DPOConfig) -> bool:
 
 def padding_of(tokenizer: PreTrainedTokenizerBase, config: DPOConfig) -> int:
     """The padding token. It may be EOS, because a batch's masks depend on places, not on tokens."""
-    choices = (config.padding_value, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    choices = (config.padding_value, tokenizer.pad_token_id, require_eos(tokenizer))
     return next(int(choice) for choice in choices if choice is not None)
