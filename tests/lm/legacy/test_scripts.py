@@ -66,10 +66,14 @@ def test_rows_of_messages_become_texts_that_join_to_the_conversation():
     assert maybe_apply_chat_template({"messages": ASKED + ANSWERED}, tokenizer) == {
         "text": "User: a b\n\nAssistant: c\n\n"
     }
+    wholes = {"chosen": "User: a b\n\nAssistant: c\n\n", "rejected": "User: a b\n\nAssistant: d\n\n"}
+    assert maybe_apply_chat_template(row, tokenizer) == wholes  # a reward model's, with the prompt in both
+    assert maybe_apply_chat_template({"completion": ANSWERED}, tokenizer) == {"completion": "Assistant: c\n\n"}
     write = conversations_formatting_function(tokenizer, "talk")
     assert write({"talk": ASKED}) == "User: a b\n\n"
     assert write({"talk": [ASKED, ASKED]}) == ["User: a b\n\n"] * 2
-    for unchanged in ({"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a"}):
+    pair = {"chosen": "b", "rejected": "c"}
+    for unchanged in ({"prompt": "a", **pair}, {"prompt": "a"}, pair, {"text": "a"}):
         assert maybe_apply_chat_template(unchanged, tokenizer) == unchanged
     tokenizer.chat_template = "{{ messages | length }}"
     with pytest.raises(ValueError, match="does not begin with its prompt '1'"):

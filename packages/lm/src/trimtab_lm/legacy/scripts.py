@@ -236,7 +236,8 @@ def maybe_apply_chat_template(example: dict[str, Any], tokenizer: PreTrainedToke
     """Returns a row of messages as the texts that the tokenizer's template writes. Rows of texts stay as they are.
 
     Args:
-        example: with `messages`, or with `prompt` and answers (`chosen` and `rejected`, or `completion`).
+        example: with `messages`, or with `prompt` and answers (`chosen` and `rejected`, or `completion`). Answers
+            without a prompt are whole conversations.
         tokenizer: with a chat template.
 
     Raises:
@@ -251,17 +252,20 @@ def maybe_apply_chat_template(example: dict[str, Any], tokenizer: PreTrainedToke
 
     if "messages" in example:
         return {"text": write(example["messages"])}
-    if isinstance(example["prompt"], str):
+    names = [name for name in ("prompt", "chosen", "rejected", "completion") if name in example]
+    if not names or isinstance(example[names[0]], str):
         return example
-    texts = {"prompt": write(example["prompt"], add_generation_prompt=True)}
-    for name in example.keys() & {"chosen", "rejected", "completion"}:
-        whole = write([*example["prompt"], *example[name]])
-        if not whole.startswith(texts["prompt"]):
+    prompt: list[dict[str, Any]] = example.get("prompt", [])
+    texts = {"prompt": write(prompt, add_generation_prompt=True)} if "prompt" in example else {}
+    beginning = texts.get("prompt", "")
+    for name in names[len(texts) :]:
+        whole = write([*prompt, *example[name]])
+        if not whole.startswith(beginning):
             raise ValueError(
-                f"The chat template writes {whole!r}, which does not begin with its prompt {texts['prompt']!r}. Leave "
+                f"The chat template writes {whole!r}, which does not begin with its prompt {beginning!r}. Leave "
                 "the function out: the trainers take messages."
             )
-        texts[name] = whole[len(texts["prompt"]) :]
+        texts[name] = whole[len(beginning) :]
     return texts
 
 
