@@ -93,10 +93,11 @@ def test_the_arguments_of_2024_train(tmp_path):
     assert reward_trainer.state.global_step == 1
 
 
-def test_a_model_by_name_gets_one_label(tmp_path):
+@pytest.mark.parametrize("labels", [{}, {"num_labels": 1}])
+def test_a_model_by_name_gets_one_label(tmp_path, labels):
     tiny.gpt2().save_pretrained(tmp_path / "language model")
     tiny.tokenizer().save_pretrained(tmp_path / "language model")
-    args = config(tmp_path, max_steps=1, model_init_kwargs={"torch_dtype": "float64"})
+    args = config(tmp_path, max_steps=1, model_init_kwargs={"torch_dtype": "float64", **labels})
     reward_trainer = RewardTrainer(str(tmp_path / "language model"), args, train_dataset=pairs(2))
     assert reward_trainer.model.config.num_labels == 1
     assert reward_trainer.model.dtype is D

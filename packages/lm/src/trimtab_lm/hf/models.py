@@ -46,6 +46,7 @@ def load_language_model(
         peft_config: the adapters that train; None: all weights.
         kind: the class of transformers that loads the model; None: the model's configuration chooses between causal
             and encoder-decoder models.
+        kwargs: arguments of `from_pretrained` where init_kwargs has no other value.
 
     Raises:
         ValueError: init_kwargs for a model that is loaded.
@@ -55,7 +56,8 @@ def load_language_model(
         if kind is None:
             is_encoder_decoder = AutoConfig.from_pretrained(model, **init_kwargs).is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
-        return from_pretrained(kind, model, only_adapters=trains_only_adapters(peft_config), **kwargs, **init_kwargs)
+        kwargs |= init_kwargs
+        return from_pretrained(kind, model, only_adapters=trains_only_adapters(peft_config), **kwargs)
     refuse_init_kwargs(init_kwargs)
     return model
 

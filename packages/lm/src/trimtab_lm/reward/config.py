@@ -69,3 +69,9 @@ class RewardConfig(TrainerConfig):
         super().__post_init__()
         self.refuse_label_smoothing("RewardTrainer")
         check_limits(self.truncation_mode, get_args(TruncationMode), max_length=self.max_length)
+        labels = (self.model_init_kwargs or {}).get("num_labels", 1)
+        if labels != 1:
+            raise ValueError(
+                f"model_init_kwargs={{'num_labels': {labels}}} came, and a model that is loaded by name gets one "
+                "label, which is the score. Leave num_labels out, or pass a model of several labels in memory."
+            )
