@@ -104,6 +104,15 @@ def test_adapters_of_several_labels_keep_them(tmp_path):
     assert read == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_model_stays_where_a_device_map_has_put_it(tmp_path):
+    tiny.scorer().save_pretrained(tmp_path)
+    places = {"transformer.wte": "cpu", "transformer.wpe": "cpu", "transformer.h": "disk", "transformer.ln_f": "cpu"}
+    options = {"device_map": places | {"transformer.drop": "cpu", "score": "cpu"}, "offload_folder": tmp_path / "disk"}
+    divided = GPT2ForSequenceClassification.from_pretrained(tmp_path, **options)
+    whole = RewardModel(tiny.scorer(), tiny.tokenizer())
+    assert RewardModel(divided, tiny.tokenizer()).score(["ab", "hello"]) == whole.score(["ab", "hello"])
+
+
 def t5gemma_scorer() -> T5GemmaForSequenceClassification:
     part = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     part |= {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": tiny.TOKENS["vocab_size"]}

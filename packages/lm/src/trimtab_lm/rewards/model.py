@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils import find_adapter_config_file
 
 from trimtab_common.compat.noise import expecting_new_head
+from trimtab_common.sharding import placed
 from trimtab_lm.data.formats import Text
 from trimtab_lm.data.tokenization import encode_scored, ends_in_sep
 from trimtab_lm.data.truncation import truncate_row
@@ -34,6 +35,7 @@ class RewardModel:
         max_length: in tokens; longer texts lose their beginning, except BOS or CLS, with a warning. None: the positions
             of the model.
         batch_size: texts of a forward pass.
+        device: where the model runs, unless it is quantized or a device_map has placed it.
         ends_in_eos: False for a model that was trained on texts without EOS at their end.
 
     Raises:
@@ -73,7 +75,7 @@ class RewardModel:
         refuse_eos_as_padding(tokenizer, base)
         if scores_last_token(base):
             refuse_virtual_tokens(model)
-        self.model: Any = model.eval().requires_grad_(False).to(device)
+        self.model: Any = placed(model.eval().requires_grad_(False), device)
         self.tokenizer, self.label, self.batch_size = tokenizer, label or 0, batch_size
         self.ends_in_eos, self._has_cut = ends_in_eos, False
         limits = (getattr(model.config.get_text_config(), "max_position_embeddings", None), Positions.of(model).decoder)
@@ -124,7 +126,8 @@ class RewardModel:
         # transformers looks for the last token that is not padding by its id, and so before an EOS that doubles as
         # padding; the length of the row is what counts.
         hidden = base.base_model(input_ids=input_ids, attention_mask=mask).last_hidden_state
-        last = hidden[torch.arange(len(rows), device=device), mask.sum(1) - 1]
+        ends = (mask.sum(1) - 1).to(hidden.device)  # a device_map may put layers on several devices
+        last = hidden[torch.arange(len(rows), device=hidden.device), ends]
         return base.score(last)[:, self.label].float()
 
 
