@@ -118,6 +118,13 @@ def test_a_file_replaces_defaults_and_flags_replace_the_file(tmp_path, monkeypat
         TrlParser(ScriptArguments).parse_args_and_config(words[:2])
 
 
+@pytest.mark.parametrize("words", [["--config"], ["--config", "--dataset_name", "texts"]])
+def test_config_without_a_file_is_an_error_of_usage(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        TrlParser(ScriptArguments).parse_args_and_config(words)
+    assert "error: --config needs the name of one YAML file." in capsys.readouterr().err
+
+
 def test_words_of_truth():
     assert [strtobool(word) for word in ("YES", "on", "1", "False", "n")] == [True, True, True, False, False]
     with pytest.raises(ValueError, match="'maybe' is no truth value"):

@@ -121,6 +121,8 @@ class TrlParser(HfArgumentParser):
             words += word.split("=", 1) if word.startswith("--config=") else [word]
         if "--config" in words:
             place = words.index("--config")
+            if not words[place + 1 :] or words[place + 1].startswith("--"):
+                self.error("--config needs the name of one YAML file.")
             self._set_defaults(words[place + 1])
             del words[place : place + 2]
         with _without_shared_fields(self.dataclass_types):
