@@ -11,6 +11,7 @@ from trimtab_lm.legacy.core import respond_to_batch
 from trimtab_lm.legacy.scripts import (
     SIMPLE_CHAT_TEMPLATE,
     ModelConfig,
+    ParserOfSharedFields,
     ScriptArguments,
     TrlParser,
     conversations_formatting_function,
@@ -134,7 +135,11 @@ def test_words_of_truth():
 def test_a_setting_of_a_config_and_of_the_scripts_model_is_the_models(tmp_path):
     """TRL's configs of 2026 have `trust_remote_code`; its ModelConfig of 2024 has it too."""
     words = ["--output_dir", str(tmp_path), "--model_name_or_path", "m", "--trust_remote_code", "--use_cpu"]
-    args, model = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config(words)
-    assert model.trust_remote_code
-    assert not args.model_init_kwargs
+    for parse in (
+        TrlParser((SFTConfig, ModelConfig)).parse_args_and_config,
+        ParserOfSharedFields([SFTConfig, ModelConfig]).parse_args_into_dataclasses,
+    ):
+        args, model = parse(words)
+        assert model.trust_remote_code
+        assert not args.model_init_kwargs
     assert SFTConfig(str(tmp_path), use_cpu=True).trust_remote_code is False  # an argument of the config as usual

@@ -2,7 +2,7 @@
 
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -41,7 +41,9 @@ trainer = DPOTrainer(
 )
 trainer.train()
 
-config = RewardConfig("scores", max_steps=1, max_length=64, no_cuda=True, evaluation_strategy="no")
+words = "--output_dir scores --max_steps 1 --max_length 64 --no_cuda --evaluation_strategy no --trust_remote_code"
+config, model_config = HfArgumentParser((RewardConfig, ModelConfig)).parse_args_into_dataclasses(words.split())
+assert model_config.trust_remote_code
 model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1)
 RewardTrainer(model, config, train_dataset=dataset, tokenizer=tokenizer).train()
 print("trained", trainer.args.loss_type, trainer.args.max_target_length)

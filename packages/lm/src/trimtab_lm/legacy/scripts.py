@@ -89,7 +89,24 @@ class ScriptArguments:
     ignore_bias_buffers: bool = setting("Keep boolean buffers out of DDP; the script does it.", default=False)
 
 
-class TrlParser(HfArgumentParser):
+class ParserOfSharedFields(HfArgumentParser):
+    """transformers' parser; a field that a config and a ModelConfig have in common is the ModelConfig's.
+
+    `transformers4.restore` gives it to scripts as transformers.HfArgumentParser.
+    """
+
+    def __init__(self, dataclass_types: Iterable[type] | type | None = None, **kwargs: Any) -> None:
+        types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
+        with _without_shared_fields(types):
+            super().__init__(cast(Any, types), **kwargs)
+
+    def parse_args_into_dataclasses(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Returns an instance of each dataclass; arguments as of transformers' method."""
+        with _without_shared_fields(cast("list[type]", self.dataclass_types)):
+            return super().parse_args_into_dataclasses(*args, **kwargs)
+
+
+class TrlParser(ParserOfSharedFields):
     """A parser of dataclasses whose defaults a YAML file may replace: `--config FILE`.
 
     Args:
@@ -97,8 +114,7 @@ class TrlParser(HfArgumentParser):
     """
 
     def __init__(self, dataclass_types: Iterable[type] | type, ignore_extra_args: bool = False) -> None:
-        with _without_shared_fields(dataclass_types):
-            super().__init__(cast(Any, dataclass_types))
+        super().__init__(dataclass_types)
         self.ignore_extra_args = ignore_extra_args
 
     def parse_args_and_config(
@@ -125,8 +141,7 @@ class TrlParser(HfArgumentParser):
                 self.error("--config needs the name of one YAML file.")
             self._set_defaults(words[place + 1])
             del words[place : place + 2]
-        with _without_shared_fields(self.dataclass_types):
-            parsed = self.parse_args_into_dataclasses(words, return_remaining_strings=return_remaining_strings)
+        parsed = self.parse_args_into_dataclasses(words, return_remaining_strings=return_remaining_strings)
         if any(getattr(one, "gradient_checkpointing_use_reentrant", False) for one in parsed):
             for one in parsed:
                 if isinstance(one, TrainingArguments):
@@ -146,12 +161,11 @@ class TrlParser(HfArgumentParser):
 
 
 @contextmanager
-def _without_shared_fields(dataclass_types: Iterable[type] | type) -> Iterator[None]:
+def _without_shared_fields(types: Sequence[type]) -> Iterator[None]:
     """Hides fields that a config shares with another dataclass of the script from parsers inside the block.
 
     TRL's configs of 2026 have `trust_remote_code`, which the scripts of 2024 have in their ModelConfig.
     """
-    types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types)
     others = {one.name for kind in types if not issubclass(kind, TrainingArguments) for one in fields(cast(Any, kind))}
     configs = [kind for kind in types if issubclass(kind, TrainingArguments)]
     shared = [one for kind in configs for one in fields(kind) if one.init and one.name in others]

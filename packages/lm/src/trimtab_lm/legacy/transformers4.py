@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, CLIPModel, PreTrainedModel, TextC
 
 from trimtab_lm.compat.arguments import wrap_parameters
 from trimtab_lm.legacy.arguments import takes_arguments_of_2024
+from trimtab_lm.legacy.scripts import ParserOfSharedFields
 from trimtab_lm.models.loading import with_quantization_config
 
 
@@ -27,6 +28,7 @@ def restore() -> None:
     """Lets scripts write transformers 4.
 
     - `TrainingArguments` accepts the dropped arguments, with a FutureWarning.
+    - `HfArgumentParser` takes a config and a ModelConfig that have a field in common.
     - `from_pretrained` of models and of their Auto classes takes `use_auth_token` as `token`, and `load_in_8bit` and
       `load_in_4bit` as a quantization_config.
     - A text classifier's `return_all_scores=True` returns the scores of all labels, in the order of the labels.
@@ -34,7 +36,8 @@ def restore() -> None:
       the tensor itself, for code of transformers 5.
     """
     # transformers' first import may replace the module, so that `transformers` above is another one.
-    vars(sys.modules["transformers"])["TrainingArguments"] = TrainingArguments
+    replaced = {"TrainingArguments": TrainingArguments, "HfArgumentParser": ParserOfSharedFields}
+    vars(sys.modules["transformers"]).update(replaced)
     auto_model: Any = AutoModelForCausalLM.__mro__[1]
     kinds: list[Any] = [PreTrainedModel, *auto_model.__subclasses__()]  # each has a copy of the method
     for kind in kinds:
