@@ -210,16 +210,18 @@ def test_ddpo_trains_a_pipeline_on_the_prompts_of_a_file(reward, place, capsys):
     assert Path("runs/ddpo/pytorch_lora_weights.safetensors").exists()
 
 
-def test_ddpo_evaluates_on_the_prompts_of_another_file(place, capsys, monkeypatch):
+@pytest.mark.parametrize("frequency", [0, 1, 2])
+def test_ddpo_evaluates_once_after_training_on_the_prompts_of_another_file(frequency, place, capsys, monkeypatch):
     tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     for name, words in {"drawings": ("red",), "held-out": ("green", "blue")}.items():
         write_rows(f"{name}.jsonl", [{"prompt": f"a {word}", "hue": "warm"} for word in words])
     sizes = ("--sample_num_steps=2", "--sample_guidance_scale=1", *DDPO)
     words = ("--dataset=drawings.jsonl", "--reward=rewards.py:redness", "--num_epochs=1", "--mixed_precision=no")
-    evaluation = ("--eval_dataset=held-out.jsonl", "--eval_freq=1", "--eval_num_steps=4")
+    evaluation = ("--eval_dataset=held-out.jsonl", f"--eval_freq={frequency}", "--eval_num_steps=4")
     evaluated, evaluate = [], DDPOTrainer.evaluate
     monkeypatch.setattr(DDPOTrainer, "evaluate", lambda self: evaluated.append(self.eval_prompts) or evaluate(self))
-    run("ddpo", *words, *sizes, *evaluation, capsys=capsys, model="pipeline")
+    lines = run("ddpo", *words, *sizes, *evaluation, capsys=capsys, model="pipeline")
+    assert [line.startswith("evaluation | eval/reward_mean ") for line in lines].count(True) == (frequency != 1)
     assert evaluated == [[("a green", {"hue": "warm"}), ("a blue", {"hue": "warm"})]]
 
 

@@ -138,7 +138,7 @@ class RewardArguments(PipelineArguments):
 class DDPOArguments(RewardArguments):
     """The pipeline that trains, its prompts, those of evaluations, and its reward."""
 
-    eval_dataset: str | None = setting("Prompts of evaluations (eval_freq), as for dataset.", default=None)
+    eval_dataset: str | None = setting("Prompts to evaluate on after training, and as eval_freq says; as dataset.", default=None)
     eval_dataset_config: str | None = setting("Configuration of eval_dataset, as dataset_config.", default=None)
     eval_split: str = setting("Split of eval_dataset, or a part of it.", default="train")
 
@@ -261,6 +261,10 @@ def _train(name: str, argv: Sequence[str], arguments: Any, config_kind: Any, kin
     trainer.sd_pipeline.set_progress_bar_config(disable=True)
     with errors_in_one_line(name, (*DURING_TRAINING, ReplayError, ScheduleError)):
         trainer.train()
+        if "eval_prompts" in options and "eval/reward_mean" not in trainer.last_stats:  # not in the last epoch
+            numbers = trainer.evaluate()
+            trainer.tracker.log(numbers, trainer.global_step)
+            trainer.accelerator.print("evaluation | " + " | ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
     trainer.save_pretrained(run.output_dir)
     if trainer.accelerator.is_main_process:
         is_lora = trainer.sd_pipeline.use_lora
