@@ -69,7 +69,11 @@ class PipelineArguments:
     dataset: str = setting("Hub id, folder or file of the rows.")
     dataset_config: str | None = setting("Configuration of a hub dataset that has several.", default=None)
     split: str = setting("Split of the dataset, or a part of it.", default="train")
-    lora_rank: CountFromZero = setting("Train LoRA adapters of this rank. 0: all weights of the denoiser.", default=4)
+    lora_rank: CountFromZero | None = setting(
+        "Train LoRA adapters of this rank. 0: all weights of the denoiser. None: that of the model's adapters, or else "
+        "4.",
+        default=None,
+    )
     output_dir: str = setting("Folder of the model, of checkpoints and of the tracker's files.", default="runs")
 
     def __post_init__(self) -> None:
@@ -82,11 +86,11 @@ class PipelineArguments:
         Raises:
             ValueError: lora_rank is set, and the model has adapters of another rank.
         """
-        rank = self.lora_rank
+        rank = 4 if self.lora_rank is None else self.lora_rank
         pipeline = DefaultDDPOStableDiffusionPipeline(self.model, use_lora=rank > 0, lora_rank=rank)
-        if pipeline.use_lora and not pipeline.has_new_adapters:
+        if self.lora_rank is not None and pipeline.use_lora and not pipeline.has_new_adapters:
             stored = pipeline.denoiser.peft_config[pipeline.denoiser.active_adapters()[0]].r
-            if rank not in (stored, type(self).lora_rank):
+            if rank != stored:
                 raise ValueError(
                     f"lora_rank={rank} came, and {self.model} has adapters of rank {stored}, which would go on "
                     "training. Leave out lora_rank, or name the model without adapters."
