@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -267,6 +268,15 @@ def test_prompts_that_cannot_be_used_end_in_one_line_before_the_pipeline_is_load
     Path(file).write_text(text)
     words = ("--dataset=good.txt", f"--{flag}={file}", "--reward=rewards.py:warmth", "--mixed_precision=no")
     assert message in error_of(["ddpo", "--model=model", *words], capsys)
+
+
+def test_ddpo_evaluates_on_a_split_of_its_dataset(place):
+    Path("rows.txt").write_text("a red cat\na blue dog\n")
+    arguments = ddpo.DDPOArguments(
+        model="m", dataset="rows.txt", split="train[:1]", reward="m:f", eval_split="train[1:]"
+    )
+    assert arguments.options() == {"eval_prompts": [("a blue dog", {})]}
+    assert replace(arguments, eval_split=None).options() == {}
 
 
 def test_blank_lines_of_a_text_file_are_no_prompts(place):

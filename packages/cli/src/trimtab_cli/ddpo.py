@@ -142,9 +142,15 @@ class RewardArguments(PipelineArguments):
 class DDPOArguments(RewardArguments):
     """The pipeline that trains, its prompts, those of evaluations, and its reward."""
 
-    eval_dataset: str | None = setting("Prompts to evaluate on after training, and as eval_freq says; as dataset.", default=None)
+    eval_dataset: str | None = setting(
+        "Prompts to evaluate on after training, and as eval_freq says. None: dataset, where eval_split names a split.",
+        default=None,
+    )
     eval_dataset_config: str | None = setting("Configuration of eval_dataset, as dataset_config.", default=None)
-    eval_split: str = setting("Split of eval_dataset, or a part of it.", default="train")
+    eval_split: str | None = setting(
+        "Split to evaluate on, or a part of it. None: train of eval_dataset; without eval_dataset no evaluation.",
+        default=None,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,9 +158,12 @@ class DDPOArguments(RewardArguments):
 
     def options(self) -> dict[str, Any]:
         """What the trainer takes by name."""
-        if self.eval_dataset is None:
+        if self.eval_dataset is not None:
+            rows = prompts_of(self.eval_dataset, self.eval_split or "train", self.eval_dataset_config)
+        elif self.eval_split is not None:
+            rows = prompts_of(self.dataset, self.eval_split, self.dataset_config)
+        else:
             return {}
-        rows = prompts_of(self.eval_dataset, self.eval_split, self.eval_dataset_config)
         return {"eval_prompts": [*zip(rows.prompts, rows.metadata, strict=True)]}
 
 
@@ -268,7 +277,8 @@ def _train(name: str, argv: Sequence[str], arguments: Any, config_kind: Any, kin
         if "eval_prompts" in options and "eval/reward_mean" not in trainer.last_stats:  # not in the last epoch
             numbers = trainer.evaluate()
             trainer.tracker.log(numbers, trainer.global_step)
-            trainer.accelerator.print("evaluation | " + " | ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
+            shown = (f"{each} {value:.4g}" for each, value in numbers.items())
+            trainer.accelerator.print(" | ".join(["evaluation", *shown]))
     trainer.save_pretrained(run.output_dir)
     if trainer.accelerator.is_main_process:
         is_lora = trainer.sd_pipeline.use_lora
