@@ -241,6 +241,13 @@ def test_whole_weights_below_adapters_are_refused_until_these_are_merged():
     assert names == {name for name, _ in tiny.unet().named_parameters()}
 
 
+@pytest.mark.parametrize(("words", "named"), [(("a cat", 64), {}), (("a cat",), {"prompt": "a dog"})])
+def test_only_the_prompt_is_passed_by_its_place(words, named):
+    pipeline = DDPOStableDiffusionPipeline(tiny.stable_diffusion())
+    with pytest.raises(TypeError, match="Pass the prompt once, and everything else by name"):
+        pipeline(*words, num_inference_steps=2, **named)
+
+
 def test_the_safety_checker_is_switched_off_and_that_is_said():
     stock = tiny.stable_diffusion()
     stock.register_modules(safety_checker=Checker())

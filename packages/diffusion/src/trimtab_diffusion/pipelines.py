@@ -182,7 +182,15 @@ class DDPOStableDiffusionPipeline:
             storage_dtype, storage_device: the dtype and the device that keep the trajectories.
             finish: gives the latents that are decoded, with a gradient.
             kwargs: arguments of the pipeline, before those of `call_kwargs`.
+
+        Raises:
+            TypeError: `args` is more than the prompt, or `kwargs` has the prompt, too.
         """
+        if len(args) > 1 or (args and "prompt" in kwargs):
+            raise TypeError(
+                f"{len(args)} positional arguments came, and {', '.join(kwargs) or 'nothing'} by name. Pass the prompt "
+                "once, and everything else by name, such as height=512."
+            )
         if args:
             kwargs = {"prompt": args[0], **kwargs}
         images, path = record(
