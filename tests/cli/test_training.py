@@ -14,7 +14,7 @@ import diffusers
 import pytest
 import torch
 import yaml
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file
 from tests.cli.conftest import write_rows
@@ -686,6 +686,25 @@ def test_a_folder_of_an_adapter_is_no_model_to_train(place, capsys):
     run("sft", *COMMANDS["sft"], "--lora_r=2")
     line = error_of(["dpo", "--model=runs/sft", "--dataset=pairs"], capsys)
     assert line.endswith("Merge it: trimtab merge runs/sft NEW_FOLDER.")
+
+
+@pytest.mark.parametrize("saved", [["score"], None])
+def test_a_merged_classifier_keeps_its_labels(saved, place):
+    """Its head is saved with the adapter, or is the base model's."""
+    head = AutoModelForSequenceClassification.from_pretrained("model", num_labels=2)
+    head.save_pretrained("base")
+    base = AutoModelForSequenceClassification.from_pretrained("model" if saved else "base", num_labels=2)
+    lora = LoraConfig(r=2, target_modules=["c_attn"], task_type="SEQ_CLS", init_lora_weights=False)
+    adapted = get_peft_model(base, lora).eval()
+    adapted.peft_config["default"].base_model_name_or_path = base.name_or_path
+    adapted.peft_config["default"].modules_to_save = saved
+    adapted.save_pretrained("adapter")
+    tiny.tokenizer().save_pretrained("adapter")
+    assert main(["merge", "adapter", "whole"]) == 0
+    ids = torch.tensor([[5, 6, 7, 8]])
+    whole = AutoModelForSequenceClassification.from_pretrained("whole").eval()
+    torch.testing.assert_close(whole(ids).logits, adapted(ids).logits)
+    assert whole.config.num_labels == 2
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from trimtab_common.compat.noise import expecting_new_head
-from trimtab_lm.models.loading import load_model
+from trimtab_lm.models.loading import labels_of_head, load_model
 
 from .places import refuse_missing_path
 from .subcommands import errors_in_one_line, keep_pipes_quiet
@@ -57,8 +57,9 @@ def merge(adapter: str, folder: Path) -> None:
     refuse_missing_path(adapter)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} has files. Name a folder that is new or empty.")
-    task = PeftConfig.from_pretrained(adapter).task_type
-    kwargs: dict[str, Any] = {"dtype": "auto", **({"num_labels": 1} if task == "SEQ_CLS" else {})}
+    config = PeftConfig.from_pretrained(adapter)
+    task = config.task_type
+    kwargs: dict[str, Any] = {"dtype": "auto", **(labels_of_head(adapter, config) if task == "SEQ_CLS" else {})}
     with expecting_new_head():
         model = load_model(KINDS.get(task, AutoModelForCausalLM), adapter, (), kwargs, is_trainable=False, hub={})
     model.merge_and_unload().save_pretrained(folder)  # type: ignore[operator]

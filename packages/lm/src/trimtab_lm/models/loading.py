@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from peft import PeftConfig, PeftModel, prepare_model_for_kbit_training
+from peft import PeftConfig, PeftModel, load_peft_weights, prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
@@ -66,6 +66,15 @@ def load_model(
     base = from_pretrained(kind, base_name, *args, only_adapters=only_adapters, revision=revision, **kwargs)
     base = prepared_for_adapter(base, **kbit) if is_trainable else base
     return PeftModel.from_pretrained(base, source, is_trainable=is_trainable, **hub)
+
+
+def labels_of_head(source: str, adapter: PeftConfig) -> dict[str, int]:
+    """Returns `num_labels` of the head that is saved with an adapter, for its base model; nothing without a head."""
+    parts = {"score", "classifier", *(getattr(adapter, "modules_to_save", None) or ())}
+    saved = load_peft_weights(source, device="cpu").items()
+    weights = [weight for place, weight in saved if parts & set(place.split(".")) and "lora_" not in place]
+    rows = [len(weight) for weight in weights if weight.dim() == 2]
+    return {"num_labels": min(rows)} if rows else {}  # a head of two layers: the last has as many rows as labels
 
 
 def from_pretrained(kind: Any, source: str, *args: object, only_adapters: bool = False, **kwargs: Any) -> Any:

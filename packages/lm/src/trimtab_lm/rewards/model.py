@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from peft import PeftConfig, load_peft_weights
+from peft import PeftConfig
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file
@@ -17,7 +17,7 @@ from trimtab_lm.data.formats import Text
 from trimtab_lm.data.tokenization import encode_scored, ends_in_sep
 from trimtab_lm.data.truncation import truncate_row
 from trimtab_lm.interface import base_of, learns_prompt, refuse_eos_as_padding, refuse_virtual_tokens, scores_last_token
-from trimtab_lm.models.loading import load_model
+from trimtab_lm.models.loading import labels_of_head, load_model
 from trimtab_lm.tokens.layout import pad
 from trimtab_lm.tokens.positions import Positions
 
@@ -136,14 +136,6 @@ def _architecture(name: str) -> str:
     return "".join((AutoConfig.from_pretrained(name).architectures or [])[:1])
 
 
-def _rows_of_heads(name: str, adapters: PeftConfig) -> list[int]:
-    """The numbers of rows of the weights in the head that is saved with adapters."""
-    parts = {"score", "classifier", *(getattr(adapters, "modules_to_save", None) or ())}
-    saved = load_peft_weights(name, device="cpu").items()
-    weights = [weight for place, weight in saved if parts & set(place.split(".")) and "lora_" not in place]
-    return [len(weight) for weight in weights if weight.dim() == 2]
-
-
 def _loaded(name: str) -> Any:
     """The model of a hub id or folder. Adapters are merged into their base model, except virtual tokens.
 
@@ -160,8 +152,7 @@ def _loaded(name: str) -> Any:
     kind: Any = AutoModelForSequenceClassification
     if adapters is None:
         return kind.from_pretrained(name)
-    heads = _rows_of_heads(name, adapters)
-    labels = {"num_labels": min(heads)} if heads else {}  # a head of two layers: the last has as many rows as labels
-    with expecting_new_head() if heads else nullcontext():
+    labels = labels_of_head(name, adapters)
+    with expecting_new_head() if labels else nullcontext():
         adapted: Any = load_model(kind, name, (), {"dtype": "auto", **labels}, is_trainable=False, hub={})
     return adapted if learns_prompt(adapted) else adapted.merge_and_unload()
