@@ -232,6 +232,11 @@ def test_models_by_name_and_model_init(tmp_path):
     assert trainer.model.dtype == trainer.reference.model.dtype == D
     trainer = kto.trainer(tiny.gpt2(), tmp_path, {"ref_model": name}, model_init_kwargs={"dtype": torch.float64})
     assert (trainer.model.dtype, trainer.reference.model.dtype) == (torch.float32, D)
+    apart = {"model_init_kwargs": {"dtype": D}, "ref_model_init_kwargs": {"dtype": torch.float16}}
+    trainer = kto.trainer(name, tmp_path, data, **apart)
+    assert (trainer.model.dtype, trainer.reference.model.dtype) == (D, torch.float16)
+    with pytest.raises(ValueError, match="ref_model is no name"):
+        kto.trainer(name, tmp_path, {"processing_class": None}, **apart)
     with pytest.raises(ValueError, match="the model is loaded already"):
         kto.trainer(tiny.gpt2(), tmp_path, {"ref_model": tiny.gpt2()}, model_init_kwargs={"dtype": torch.float64})
     made, _ = kto.trained(None, tmp_path / "init", {"model_init": lambda: tiny.gpt2(**DROPLESS), "peft_config": LORA})

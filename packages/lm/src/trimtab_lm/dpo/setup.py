@@ -7,7 +7,7 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.tokenization import require_eos
-from trimtab_lm.hf.models import fixed_reference, load_language_model, with_adapters
+from trimtab_lm.hf.models import fixed_reference, load_reference_model, with_adapters
 from trimtab_lm.interface import Model, base_of
 from trimtab_lm.models.reference import Reference
 
@@ -70,17 +70,10 @@ def load_reference(ref_model: Model | str | None, config: DPOConfig, peft_config
 
     Raises ValueError where it has no place beside the config's settings.
     """
-    if config.ref_model_init_kwargs and not isinstance(ref_model, str):
-        raise ValueError(
-            f"ref_model_init_kwargs={config.ref_model_init_kwargs} say how to load a reference, and ref_model is no "
-            "name. Pass its name, or leave ref_model_init_kwargs out."
-        )
-    if ref_model is None:
-        return None
     for name in ("reference_free", "ref_adapter_name"):
-        if getattr(config, name):
+        if ref_model is not None and getattr(config, name):
             raise ValueError(f"ref_model and {name}={getattr(config, name)!r} are two references. Choose one.")
-    return load_language_model(ref_model, config.ref_model_init_kwargs, peft_config)
+    return load_reference_model(ref_model, config.ref_model_init_kwargs, peft_config)
 
 
 def make_reference(

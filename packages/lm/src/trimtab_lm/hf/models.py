@@ -16,6 +16,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from trimtab_common.config import without_secrets
 from trimtab_common.sharding import keep_output_precision, on_one_device
 from trimtab_lm.interface import Model, Processor, base_of
 from trimtab_lm.models.loading import (
@@ -60,6 +61,22 @@ def load_language_model(
         return from_pretrained(kind, model, only_adapters=trains_only_adapters(peft_config), **kwargs)
     refuse_init_kwargs(init_kwargs)
     return model
+
+
+def load_reference_model(
+    ref_model: Model | str | None, init_kwargs: Mapping[str, Any] | None, peft_config: PeftConfig | None
+) -> Model | None:
+    """The reference of a policy as `load_language_model` loads it; None stays None.
+
+    Raises:
+        ValueError: init_kwargs for a reference without a name.
+    """
+    if init_kwargs and not isinstance(ref_model, str):
+        raise ValueError(
+            f"ref_model_init_kwargs={without_secrets(init_kwargs)} say how to load a reference, and ref_model is no "
+            "name. Pass its name, or leave ref_model_init_kwargs out."
+        )
+    return load_language_model(ref_model, init_kwargs, peft_config)
 
 
 def load_processing_class(

@@ -44,6 +44,10 @@ class KTOConfig(TrainerConfig):
         "the completion's EOS).",
         default="keep_end",
     )
+    ref_model_init_kwargs: dict[str, object] | None = setting(
+        "Arguments of from_pretrained, if the reference model is given by its name. None: model_init_kwargs.",
+        default=None,
+    )
     dataset_num_proc: Count | None = setting("Processes that tokenize the data sets.", default=None)
 
     def __post_init__(self) -> None:

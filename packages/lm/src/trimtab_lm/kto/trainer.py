@@ -16,7 +16,7 @@ from trimtab_lm.hf.adapter import (
     is_noisy,
     prepare_datasets,
 )
-from trimtab_lm.hf.models import fixed_reference, load_language_model, with_adapters
+from trimtab_lm.hf.models import fixed_reference, load_language_model, load_reference_model, with_adapters
 from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, Optimizers, Use
 from trimtab_lm.interface import Model, Processor, base_of, decoder_start_of
 from trimtab_lm.legacy.arguments import takes_constructor_of_2024
@@ -80,9 +80,11 @@ class KTOTrainer(TrainerAdapter[KTOConfig, Tensor]):
         compute_metrics: ComputeMetrics | None = None,
     ):
         assert args is not None  # takes_constructor_of_2024 fills it in
-        init_kwargs = args.model_init_kwargs
-        fixed = load_language_model(ref_model, init_kwargs if isinstance(ref_model, str) else None, peft_config)
-        is_for_reference = isinstance(ref_model, str) and not isinstance(model, str)
+        init_kwargs, fixed_kwargs = args.model_init_kwargs, args.ref_model_init_kwargs
+        is_for_reference = False
+        if isinstance(ref_model, str) and fixed_kwargs is None:
+            fixed_kwargs, is_for_reference = init_kwargs, not isinstance(model, str)
+        fixed = load_reference_model(ref_model, fixed_kwargs, peft_config)
         self.trains_without_dropout = args.disable_dropout
         data = DataOptions(train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator)
         hooks = TrainerOptions(callbacks=callbacks, optimizers=optimizers, compute_metrics=compute_metrics)

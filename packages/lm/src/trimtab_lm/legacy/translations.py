@@ -252,9 +252,6 @@ KTO_ARGUMENTS: dict[str, Argument] = {
     "padding_value": Argument(int | None, None, "leave it out; padding is masked by its place", _no_change),
     "is_encoder_decoder": Argument(bool | None, None, "leave it out; it is read off the model", _no_change),
     "generate_during_eval": Argument(bool, False, "leave it out; trimtab chat shows answers of the model"),
-    "ref_model_init_kwargs": Argument(
-        dict[str, object] | None, None, "write model_init_kwargs, which also load a reference that is given by name"
-    ),
     "precompute_ref_log_probs": Argument(
         bool,
         False,
