@@ -80,11 +80,13 @@ def test_tokenized_rows_are_packed_as_they_are(tmp_path):
     assert rows == [{"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, 7, -100, 9], "position_ids": [0, 1, 2, 0, 1]}]
 
 
-def test_rows_without_texts_are_refused_by_their_columns():
+def test_rows_without_texts_and_rows_of_one_token_are_refused():
     with pytest.raises(ValueError, match=r"\['story'\] and no input_ids.*dataset_text_field"):
         list(ConstantLengthDataset(tiny.tokenizer(), [{"story": "ab"}]))
     with pytest.raises(ValueError, match="Pass one of them"):
         ConstantLengthDataset(tiny.tokenizer(), [], "text", lambda row: row["text"])
+    with pytest.raises(ValueError, match="seq_length=1: a row needs two tokens"):
+        ConstantLengthDataset(tiny.tokenizer(), [], "text", seq_length=1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_of_sequences": 1}, {"append_concat_token": False}])

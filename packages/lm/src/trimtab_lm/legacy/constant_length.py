@@ -47,7 +47,7 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
         add_special_tokens: whether the tokenizer adds its special tokens, to texts that do not begin with BOS.
 
     Raises:
-        ValueError: dataset_text_field and formatting_func came together.
+        ValueError: dataset_text_field and formatting_func came together, or a row has fewer than two tokens.
     """
 
     def __init__(
@@ -68,6 +68,8 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
     ):
         if dataset_text_field is not None and formatting_func is not None:
             raise ValueError("dataset_text_field and formatting_func both name the texts. Pass one of them.")
+        if seq_length < 2:
+            raise ValueError(f"seq_length={seq_length}: a row needs two tokens, one to predict the other. Raise it.")
         self.tokenizer, self.dataset, self.seq_length = tokenizer, dataset, seq_length
         self.is_tokenized = dataset_text_field is None and formatting_func is None
         self.read: Callable[[Row], Document] = formatting_func or itemgetter(dataset_text_field)
