@@ -375,9 +375,7 @@ def test_a_preference_by_hand():
     assert row == {
         "prompt_input_ids": [4, 5],
         "chosen_input_ids": [4, 5, 6, tiny.EOS],
-        "chosen_mask": [0, 0, 1, 1],
         "rejected_input_ids": [4, 5, 7, 8, tiny.EOS],
-        "rejected_mask": [0, 0, 1, 1, 1],
     }
 
 
@@ -387,17 +385,17 @@ def test_both_answers_of_a_preference_count_from_where_either_begins():
     prompt = row["prompt_input_ids"]
     assert tokenizer.decode(prompt) != "who? the b"  # "b" merges with "irds"
     for name, answer in (("chosen", "birds sing</s>"), ("rejected", "bees</s>")):
-        ids, mask = row[f"{name}_input_ids"], row[f"{name}_mask"]
+        ids = row[f"{name}_input_ids"]
         assert ids[: len(prompt)] == prompt
-        assert mask == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
-        assert counted(tokenizer, ids, mask).strip() == answer
+        assert tokenizer.decode(ids[len(prompt) :]).strip() == answer
 
 
 def test_a_preference_without_a_prompt_to_score_from_is_an_error():
     row = {"prompt": "", "chosen": "a", "rejected": "b"}
     with pytest.raises(ValueError, match="prompt has no token"):
         encode_preference(byte_level(), row)
-    assert encode_preference(sentencepiece(), row)["chosen_mask"][0] == 0  # it adds BOS
+    tokenizer = sentencepiece()
+    assert encode_preference(tokenizer, row)["prompt_input_ids"] == [tokenizer.bos_token_id]
 
 
 def test_encoder_decoder_rows_end_in_eos_on_both_sides():
@@ -455,12 +453,13 @@ def pair(prompt: int, chosen: int, rejected: int):
     sides = {"chosen": [*range(200, 199 + chosen), 2], "rejected": [*range(300, 299 + rejected), 2]}
     row = {"prompt_input_ids": head}
     for name, answer in sides.items():
-        row |= {f"{name}_input_ids": head + answer, f"{name}_mask": [0] * prompt + [1] * len(answer)}
+        row[f"{name}_input_ids"] = head + answer
     return row
 
 
 def lengths(row):
-    return len(row["prompt_input_ids"]), sum(row["chosen_mask"]), sum(row["rejected_mask"])
+    prompt = len(row["prompt_input_ids"])
+    return prompt, *(len(row[f"{name}_input_ids"]) - prompt for name in ("chosen", "rejected"))
 
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
@@ -489,10 +488,9 @@ def test_a_pair_is_cut_at_its_prompt_first_and_keeps_bos_and_eos(mode, before, m
     else:
         assert prompt == row["prompt_input_ids"][: len(prompt)]
     for name, first in (("chosen", 200), ("rejected", 300)):
-        ids, mask = cut[f"{name}_input_ids"], cut[f"{name}_mask"]
+        ids = cut[f"{name}_input_ids"]
         answer = ids[len(prompt) :]
         assert ids[: len(prompt)] == prompt
-        assert mask == [0] * len(prompt) + [1] * len(answer)
         assert answer[-1] == 2
         if mode == "keep_start":
             assert answer[:-1] == list(range(first, first + len(answer) - 1))

@@ -202,7 +202,7 @@ def encode_preference(
     tools: Tools | None = None,
     chat_template_kwargs: TemplateSettings | None = None,
 ) -> Columns:
-    """Returns `prompt_input_ids`, and for each answer `*_input_ids` (prompt and answer) and `*_mask`.
+    """Returns `prompt_input_ids`, and for each answer `*_input_ids` (prompt and answer).
 
     The prompt is what both rows begin with, up to the first token of either answer. If the prompt's last characters
     merge with one answer only, they belong to the answer in both rows, so that both measure the same text.
@@ -225,11 +225,8 @@ def encode_preference(
             "The prompt has no token, and the first token of an answer needs one before it to be scored. Give the row "
             "a prompt, or use a tokenizer that adds BOS."
         )
-    encoded = {"prompt_input_ids": chosen["input_ids"][:shared]}
-    for name, side in (("chosen", chosen), ("rejected", rejected)):
-        encoded[f"{name}_input_ids"] = side["input_ids"]
-        encoded[f"{name}_mask"] = [0] * shared + [1] * (len(side["input_ids"]) - shared)
-    return encoded
+    answers_of = {"chosen_input_ids": chosen["input_ids"], "rejected_input_ids": rejected["input_ids"]}
+    return {"prompt_input_ids": chosen["input_ids"][:shared], **answers_of}
 
 
 def encode_seq2seq(

@@ -154,7 +154,7 @@ def truncate_answers(
         stop_ids: with keep_start, one of these stays if it is an answer's last token.
 
     Returns:
-        `prompt_input_ids`, each answer's `*_input_ids` and `*_mask`, and the counts for `report_truncation`.
+        `prompt_input_ids`, each answer's `*_input_ids`, and the counts for `report_truncation`.
     """
     prompt = row["prompt_input_ids"]
     names = [name.removesuffix("_input_ids") for name in row if name.endswith("_input_ids")]
@@ -171,7 +171,6 @@ def truncate_answers(
         room = None if max_length is None else max_length - len(kept_prompt)
         places = _kept(answer, room, mode, None, stop_ids)
         result[f"{name}_input_ids"] = kept_prompt + [answer[i] for i in places]
-        result[f"{name}_mask"] = [0] * len(kept_prompt) + [1] * len(places)
         cut += len(answer) - len(places)
     return {**result, TOKENS_CUT: cut, IS_EMPTIED: False}
 

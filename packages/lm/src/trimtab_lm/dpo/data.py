@@ -46,7 +46,6 @@ from trimtab_lm.data.truncation import (
     report_truncation,
     truncate_answers,
     truncate_columns,
-    truncate_row,
 )
 from trimtab_lm.hf.adapter import prepare_datasets, shard_model
 from trimtab_lm.hf.types import DataSource
@@ -103,11 +102,9 @@ class PairTokenizer:
             bos_token_id=self.tokenizer.bos_token_id,
             stop_ids=stop_token_ids(self.tokenizer),
         )
+        start = len(pair["prompt_input_ids"])
         for side in SIDES:
-            ids, mask = pair[f"{side}_input_ids"], pair.pop(f"{side}_mask")
-            pair[f"{side}_labels"] = [
-                token if counts else self.label_pad_token_id for token, counts in zip(ids, mask, strict=True)
-            ]
+            pair[f"{side}_labels"] = [self.label_pad_token_id] * start + pair[f"{side}_input_ids"][start:]
         self.check_length(pair)
         is_tie = pair["chosen_input_ids"] == pair["rejected_input_ids"]
         return _with_masks(pair | {TOKENS_CUT: pair[TOKENS_CUT] + cut, IS_TIE: is_tie})
@@ -165,20 +162,12 @@ class PairTokenizer:
 
     def _shorter_answers(self, encoded: Mapping[str, list[int]]) -> tuple[dict[str, list[int]], int]:
         """The pair with answers of at most max_target_length, and the number of removed tokens."""
-        shorter, cut, start = dict(encoded), 0, len(encoded["prompt_input_ids"])
-        for side in SIDES:
-            ids, mask = encoded[f"{side}_input_ids"], encoded[f"{side}_mask"]
-            answer = truncate_row(
-                ids[start:],
-                mask[start:],
-                max_length=self.max_target_length,
-                mode=self.truncation_mode,
-                stop_ids=stop_token_ids(self.tokenizer),
-            )
-            shorter[f"{side}_input_ids"] = ids[:start] + answer.input_ids
-            shorter[f"{side}_mask"] = mask[:start] + answer.mask
-            cut += answer.tokens_cut
-        return shorter, cut
+        prompt, names = encoded["prompt_input_ids"], [f"{side}_input_ids" for side in SIDES]
+        answers = {name: encoded[name][len(prompt) :] for name in names}
+        limits = dict.fromkeys(names, self.max_target_length)
+        stops = stop_token_ids(self.tokenizer)
+        cut = truncate_columns(answers, limits, mode=self.truncation_mode, stop_ids=stops)
+        return {"prompt_input_ids": prompt, **{name: prompt + cut[name] for name in names}}, cut[TOKENS_CUT]
 
     def _seq2seq(self, encoded: Mapping[str, list[int]]) -> dict[str, object]:
         def limit(own: int | None) -> int | None:

@@ -87,7 +87,6 @@ class AnswerTokenizer:
         row = {"prompt_input_ids": ids[:start], "completion_input_ids": ids}
         cut = truncate_answers(row, max_length=self.config.max_length, **limits)
         whole = cut["completion_input_ids"]
-        del cut["completion_mask"]
         return {**cut, "completion_input_ids": whole[len(cut["prompt_input_ids"]) :]}, len(whole)
 
     def _seq2seq(self, prompt: Text, completion: Text, settings: dict[str, Any]) -> tuple[dict[str, Any], int]:

@@ -56,7 +56,7 @@ def prepare_pairs(
                 encoded[TOO_LONG] = max(len(pair[f"{side}_input_ids"]) for side in SIDES) > max_length
         elif max_length is not None:
             pair = _cut(pair, tokenizer, max_length, mode)
-            encoded |= {name: value for name, value in pair.items() if not name.endswith(("_ids", "_mask"))}
+            encoded |= {name: value for name, value in pair.items() if not name.endswith("_ids")}
         encoded[IS_TIE] = pair["chosen_input_ids"] == pair["rejected_input_ids"]
         for side in SIDES:
             ids = pair[f"{side}_input_ids"]
@@ -106,5 +106,5 @@ def _tokenized_pair(row: Row) -> dict[str, list[int]]:
 def _pair(chosen: list[int], rejected: list[int], shared: int) -> dict[str, list[int]]:
     pair = {"prompt_input_ids": chosen[:shared]}
     for side, ids in zip(SIDES, (chosen, rejected), strict=True):
-        pair |= {f"{side}_input_ids": ids, f"{side}_mask": [0] * shared + [1] * (len(ids) - shared)}
+        pair[f"{side}_input_ids"] = ids
     return pair
