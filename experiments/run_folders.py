@@ -184,13 +184,12 @@ def sampled_ids(
     **settings: Any,
 ) -> list[torch.Tensor]:
     """`sampled` for prompts of token ids, each [Q]."""
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     settings = {"do_sample": True, "max_new_tokens": max_new_tokens, **settings}
-    config, _ = sampling_config(model, pad_token_id=pad, **settings)
+    config, rest = sampling_config(model, tokenizer, **settings)
     eos = eos_token_ids(model, tokenizer.eos_token_id, config)
     was_training, _ = model.training, model.eval()
     with private_rng(seed, model.device):
-        rows = generate(model, queries, config, eos_ids=eos, batch_size=batch_size, return_prompt=False)
+        rows = generate(model, queries, config, eos_ids=eos, batch_size=batch_size, return_prompt=False, **rest)
     model.train(was_training)
     return rows
 

@@ -55,7 +55,7 @@ def test_continuous_batching_with_little_memory(device: ModuleType, tmp_path: Pa
 
 def completions(ends: list[int], **options: Any) -> tuple[list[list[int]], list[Tensor]]:
     model = tiny.llama().to(ACCELERATOR).eval()
-    config = sampling_config(model, pad_token_id=tiny.PAD, max_new_tokens=40, do_sample=True, eos_token_id=ends)[0]
+    config = sampling_config(model, tiny.tokenizer(), max_new_tokens=40, do_sample=True, eos_token_id=ends)[0]
     torch.manual_seed(0)
     rollout = Completer(model, config, eos_ids=ends, **options)(tiny.rows(4, 3, 9), 3)
     assert rollout.logprobs is not None
@@ -86,7 +86,7 @@ def test_as_many_rows_are_sampled_at_a_time_as_the_memory_has_room_for(
     others = device.memory_allocated()  # what earlier tests have left, which is not part of the memory here
     prompts, model = tiny.rows(64, 10, 10), tiny.llama().to(ACCELERATOR).eval()
     own = device.memory_allocated() - others
-    config = sampling_config(model, pad_token_id=tiny.PAD, max_new_tokens=40, do_sample=True)[0]
+    config = sampling_config(model, tiny.tokenizer(), max_new_tokens=40, do_sample=True)[0]
     batches = {}
     try:
         for name, room in (("small", 1 << 18), ("large", 64 << 20)):

@@ -380,6 +380,16 @@ def test_samples_of_policy_and_reference_go_into_a_table(build, tmp_path):
     assert [row[0] for row in trainer.tables.added[1][2]] != prompts  # another step logs other prompts
 
 
+@pytest.mark.filterwarnings("ignore:Sampling takes longer")
+def test_a_stop_string_ends_an_answer_of_the_table(tmp_path):
+    settings = {"max_new_tokens": 3, "generation_kwargs": {"stop_strings": ["aa"]}}
+    model, arguments = peaked(tiny.llama(), tiny.VOCABULARY["a"]), {"eval_dataset": dpo.dataset(3)}
+    trainer = dpo.trainer(model, tmp_path, arguments=arguments, generate_during_eval=True, **settings)
+    trainer.tables = Tables()
+    trainer.evaluate()
+    assert [row[1] for row in trainer.tables.added[0][2]] == ["aa"] * 3
+
+
 def test_without_a_reference_model_the_table_shows_the_policy(tmp_path):
     for config in ({"reference_free": True}, {"precompute_ref_log_probs": True}):
         trainer = dpo.trainer(

@@ -71,6 +71,13 @@ def test_a_stop_string_ends_a_response_though_end_tokens_pad():
     assert any(int(row[-1]) == stop for row in rows)
 
 
+def test_a_first_call_checks_the_sampler_also_with_stop_strings():
+    trainer, query = tiny.ppo(), tiny.rows(1, 3, 3)[0]
+    with pytest.warns(UserWarning, match="own loop"):
+        row = trainer.generate(query, return_prompt=False, stop_strings=["a", "b"], **SAMPLED)
+    assert row.shape[1] > 0
+
+
 def test_an_end_token_inside_the_prompt_is_harmless():
     query = torch.tensor([tiny.EOS, 7, tiny.EOS, 8])
     row = tiny.ppo().generate([query], return_prompt=True, **SAMPLED)[0]

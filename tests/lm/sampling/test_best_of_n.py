@@ -33,6 +33,16 @@ def test_the_best_samples_come_first():
         )[:2]
 
 
+@pytest.mark.filterwarnings("ignore:Sampling takes longer")
+def test_a_stop_string_ends_a_response():
+    stops = [tiny.VOCABULARY[letter] for letter in "abcdefgh"]
+    config = GenerationConfig(stop_strings=list("abcdefgh"))
+    groups = sampler(sample_size=8, n_candidates=8, generation_config=config).generate_ids(QUERIES)
+    responses = [ids.tolist() for group in groups for ids in group]
+    assert not any(set(stops).intersection(ids[:-1]) for ids in responses)
+    assert any(ids[-1] in stops and len(ids) < 5 for ids in responses)
+
+
 def test_texts_hold_query_and_response():
     (best,) = sampler().generate(QUERIES[0])
     query = tiny.tokenizer().decode(QUERIES[0].tolist())

@@ -76,7 +76,7 @@ def test_texts_of_an_ordinary_tokenizer_are_those_of_the_responses():
 
 def test_of_two_least_lengths_generate_gets_the_one_that_it_follows():
     def least(**settings: int) -> tuple[int | None, int | None]:
-        config, _ = sampling_config(tiny.llama(), pad_token_id=PAD, max_new_tokens=6, **settings)
+        config, _ = sampling_config(tiny.llama(), tiny.tokenizer(), max_new_tokens=6, **settings)
         return config.min_new_tokens, config.min_length
 
     assert least() == (None, 0)

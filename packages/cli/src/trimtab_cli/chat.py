@@ -17,7 +17,7 @@ from trimtab_common.seeding import set_seed
 from trimtab_lm.data.tokenization import encode_prompt
 from trimtab_lm.models.loading import AutoModel, load_model
 from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
-from trimtab_lm.sampling.rollout import padding_id, sampling_config
+from trimtab_lm.sampling.rollout import sampling_config
 
 from .places import refuse_missing_path
 from .subcommands import errors_in_one_line, keep_pipes_quiet
@@ -118,9 +118,9 @@ class Speaker:
         if self.model.config.is_encoder_decoder:
             ids = [*ids, self.tokenizer.eos_token_id]
         query = torch.tensor(ids, device=self.model.device)
-        config, _ = sampling_config(self.model, pad_token_id=padding_id(self.tokenizer), **sampling)
+        config, rest = sampling_config(self.model, self.tokenizer, **sampling)
         eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
-        responses = generate(self.model, [query], config, eos_ids=eos_ids, batch_size=1, return_prompt=False)
+        responses = generate(self.model, [query], config, eos_ids=eos_ids, batch_size=1, return_prompt=False, **rest)
         options = {"is_encoder_decoder": bool(self.model.config.is_encoder_decoder)}
         (reply,) = response_texts(self.tokenizer, [query], responses, **options)
         self.messages = [*talk, {"role": "assistant", "content": reply.strip()}]

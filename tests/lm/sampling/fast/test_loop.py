@@ -39,7 +39,7 @@ def reader_of_images() -> Any:
 
 
 def config_of(model: Any, **settings: Any) -> Any:
-    return sampling_config(model, pad_token_id=tiny.PAD, max_new_tokens=LIMIT, **settings)[0]
+    return sampling_config(model, tiny.tokenizer(), max_new_tokens=LIMIT, **settings)[0]
 
 
 def sampled(model: Any, prompts: Sequence[Tensor], repeats: int, settings: dict[str, Any], **kwargs: Any) -> list[Any]:

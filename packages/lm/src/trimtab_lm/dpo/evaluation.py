@@ -83,8 +83,8 @@ def unpadded(batch: Mapping[str, Tensor]) -> list[Tensor]:
 
 def _sampled_texts(trainer: Any, model: Model, prompts: Sequence[Tensor]) -> list[str]:
     config, tokenizer = trainer.config, trainer.tokenizer
-    settings = {"do_sample": True, "max_new_tokens": config.max_new_tokens, **(config.generation_kwargs or {})}
-    generation, rest = sampling_config(model, pad_token_id=trainer.padding_value, **settings)
+    settings = {"do_sample": True, "max_new_tokens": config.max_new_tokens, "pad_token_id": trainer.padding_value}
+    generation, rest = sampling_config(model, tokenizer, **settings | (config.generation_kwargs or {}))
     is_encoder_decoder, longest = model.config.is_encoder_decoder, max(map(len, prompts), default=0)
     room = Positions.of(model).room(longest, is_encoder_decoder=is_encoder_decoder)
     if room is not None:  # a table of shorter answers is better than a run that ends in its evaluation

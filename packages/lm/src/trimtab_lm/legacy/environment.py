@@ -15,7 +15,7 @@ from transformers.utils import is_rich_available
 
 from trimtab_lm.data.tokenization import begins_with_bos
 from trimtab_lm.sampling.generate import eos_token_ids, generate
-from trimtab_lm.sampling.rollout import padding_id, sampling_config
+from trimtab_lm.sampling.rollout import sampling_config
 from trimtab_lm.tokens.dropout import without_dropout
 
 COLORS = {
@@ -258,8 +258,7 @@ class TextEnvironment:
         model, settings = self._language_model, dict(self.generation_kwargs)
         own = settings.pop("stop_strings", None) or []
         settings["stop_strings"] = [self.call_token, self.submit_token, *([own] if isinstance(own, str) else own)]
-        settings.setdefault("pad_token_id", padding_id(self.tokenizer))
-        config, rest = sampling_config(model, **settings)
+        config, rest = sampling_config(model, self.tokenizer, **settings)
         with torch.no_grad(), without_dropout(model):
             return generate(
                 model,
@@ -268,6 +267,5 @@ class TextEnvironment:
                 eos_ids=eos_token_ids(model, self.tokenizer.eos_token_id, config),
                 batch_size=batch_size,
                 return_prompt=False,
-                tokenizer=self.tokenizer,
                 **rest,
             )

@@ -198,10 +198,9 @@ def check_sampler(trainer: Trainer, queries: Sequence[Tensor], config: Generatio
     order = sorted(queries, key=len)
     chosen = [order[0], order[-1]] if len(order) > 1 else order
     input_ids, mask = pad(chosen, config.pad_token_id, side="left")
+    inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.to(model.device)}
     with cache_found(model, *cache_names(model)):
-        output = model.generate(
-            input_ids=input_ids.to(model.device), attention_mask=mask.to(model.device), generation_config=config
-        )
+        output = model.generate(**inputs, generation_config=config, tokenizer=trainer.tokenizer)
     prompt = 1 if model.config.is_encoder_decoder else input_ids.shape[1]
     responses = list(output.sequences[:, prompt:])
     sampled = (

@@ -83,8 +83,8 @@ class Sampler:
                     with self.reference.reference.active() as model:
                         answers.append(self._from_model(model, queries, generation_kwargs, options))
                 if is_first:
-                    settings = {"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs}
-                    check_sampler(self.trainer, queries, sampling_config(self.policy.pretrained_model, **settings)[0])
+                    settings = sampling_config(self.policy.pretrained_model, self.tokenizer, **generation_kwargs)
+                    check_sampler(self.trainer, queries, settings[0])
         returned = [rows[0][None] if isinstance(query_tensor, Tensor) else rows for rows in answers]
         return tuple(returned) if generate_ref_response else returned[0]
 
@@ -92,11 +92,8 @@ class Sampler:
         self, model: Any, queries: list[Tensor], generation_kwargs: Mapping[str, Any], options: Mapping[str, Any]
     ) -> list[Tensor]:
         fixed = {} if self.config.temperature is None else {"temperature": self.config.temperature}
-        settings = {"pad_token_id": self.tokenizer.pad_token_id, **fixed, **generation_kwargs}
         with private_rng(self._next_seed(), model.device):
-            config, rest = sampling_config(model, **settings)
-            if config.stop_strings:
-                rest.setdefault("tokenizer", self.tokenizer)
+            config, rest = sampling_config(model, self.tokenizer, **{**fixed, **generation_kwargs})
             if config.do_sample:
                 self._take_temperature(config.temperature)
             self._note(config)

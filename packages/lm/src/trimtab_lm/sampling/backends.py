@@ -23,7 +23,6 @@ from trimtab_lm.sampling.rollout import (
     SamplingSettings,
     check_room,
     distortions,
-    padding_id,
     require_version,
 )
 from trimtab_lm.tokens.dropout import without_dropout
@@ -123,11 +122,9 @@ class TransformersRollout:
 
     def _prepare(self, model: Any) -> None:
         """Translates the settings, for a model and for its generation config as it is now."""
-        config, rest = self.settings.config(model, pad_token_id=padding_id(self.tokenizer))
+        config, rest = self.settings.config(model, self.tokenizer)
         self._note(config)
         self.is_plain = not distortions(config)
-        if config.stop_strings:
-            rest["tokenizer"] = self.tokenizer
         eos_ids = eos_token_ids(model, self.tokenizer.eos_token_id, config)
         batch_size, shares = self.batch_size, self.share_prompts
         self.complete = Completer(model, config, eos_ids=eos_ids, batch_size=batch_size, share_prompts=shares, **rest)
@@ -221,10 +218,11 @@ class ContinuousBatchingRollout:
         )
 
     def _config(self, num_generations: int) -> GenerationConfig:
-        config, rest = self.settings.config(self.model, pad_token_id=padding_id(self.tokenizer))
+        config, rest = self.settings.config(self.model, self.tokenizer)
         ignored = [line for line in distortions(config) if not line.startswith(("top_k=", "top_p="))]
+        if rest.pop("tokenizer", None):
+            ignored.append("stop_strings: it ends a completion by token ids alone")
         ignored += [f"{name}: no part of a generation config" for name in rest]
-        ignored += ["stop_strings: it ends a completion by token ids alone"] if config.stop_strings else []
         if ignored:
             raise ValueError(
                 f"Continuous batching would ignore: {'; '.join(ignored)}. Leave them out, or sample with transformers' "

@@ -11,7 +11,7 @@ from trimtab_common.reward_checks import checked_scores
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.sampling.generate import Completer, eos_token_ids
-from trimtab_lm.sampling.rollout import RolloutBackend, padding_id, sampling_config
+from trimtab_lm.sampling.rollout import RolloutBackend, sampling_config
 from trimtab_lm.tokens.dropout import without_dropout
 
 
@@ -119,7 +119,7 @@ class BestOfNSampler:
 
     def _sample(self, queries: list[Tensor], generation_kwargs: dict[str, Any]) -> list[list[Tensor]]:
         assert self.length_sampler is not None  # the constructor sees to it
-        settings = {"pad_token_id": padding_id(self.tokenizer), "do_sample": True, **self.settings, **generation_kwargs}
+        settings = {"do_sample": True, **self.settings, **generation_kwargs}
         lengths = [settings.get("max_new_tokens") or self.length_sampler() for _ in queries]
         groups: list[list[Tensor]] = [[] for _ in queries]
         with (
@@ -129,7 +129,7 @@ class BestOfNSampler:
         ):
             for length in sorted(set(lengths)):
                 chosen = [i for i, other in enumerate(lengths) if other == length]
-                config, rest = sampling_config(self.model, **settings | {"max_new_tokens": length})
+                config, rest = sampling_config(self.model, self.tokenizer, **settings | {"max_new_tokens": length})
                 eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
                 complete = Completer(self.model, config, eos_ids=eos_ids, **rest)
                 samples = complete([queries[i] for i in chosen], self.sample_size)

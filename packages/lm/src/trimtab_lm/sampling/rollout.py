@@ -152,14 +152,18 @@ def check_room(
     positions.check_sample(longest, settings.max_completion_length, is_encoder_decoder=False, remedy=ways)
 
 
-def sampling_config(model: Any, *, pad_token_id: int, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
-    """The complete generation config for `kwargs`, and the kwargs that are not generation settings.
+def sampling_config(
+    model: Any, tokenizer: PreTrainedTokenizerBase, **kwargs: Any
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """The complete generation config for `kwargs`, and the further arguments of the model's `generate`.
+
+    The latter are the kwargs that are not generation settings, and the tokenizer where there are stop strings.
 
     Sampling is plain unless `kwargs` say otherwise: a `top_k` or `top_p` of the model's own generation config, or
     transformers' default top_k of 50, would make the sampler another policy than the one that is trained. Token ids
     and lengths come from the model's generation config. `top_k=0.0` and `min_length=-1` mean off.
     """
-    config = GenerationConfig(pad_token_id=pad_token_id)
+    config = GenerationConfig(pad_token_id=padding_id(tokenizer))
     if "top_k" in kwargs:
         kwargs["top_k"] = int(kwargs["top_k"] or 0)
     if "min_length" in kwargs:
@@ -183,6 +187,8 @@ def sampling_config(model: Any, *, pad_token_id: int, **kwargs: Any) -> tuple[Ge
             f"num_beams={config.num_beams} and num_return_sequences={config.num_return_sequences}: one sampled "
             "response per query is needed. Leave both at 1, and repeat a query in the list to sample it again."
         )
+    if config.stop_strings:
+        rest.setdefault("tokenizer", tokenizer)
     return config, rest
 
 
@@ -265,8 +271,8 @@ class SamplingSettings:
         """The values of `WARPERS`."""
         return {name: getattr(self, name) for name in WARPERS}
 
-    def config(self, model: Any, *, pad_token_id: int) -> tuple[GenerationConfig, dict[str, Any]]:
-        """transformers' complete configuration, and the generation_kwargs that it does not know."""
+    def config(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[GenerationConfig, dict[str, Any]]:
+        """See `sampling_config`."""
         chosen = {
             "do_sample": True,
             "use_cache": True,
@@ -274,7 +280,7 @@ class SamplingSettings:
             **self.warpers,
             **self.generation_kwargs,
         }
-        return sampling_config(model, pad_token_id=pad_token_id, **chosen)
+        return sampling_config(model, tokenizer, **chosen)
 
 
 OWNED = {
