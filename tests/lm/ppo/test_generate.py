@@ -78,6 +78,12 @@ def test_a_first_call_checks_the_sampler_also_with_stop_strings():
     assert row.shape[1] > 0
 
 
+def test_no_queries_get_no_responses():
+    trainer = tiny.ppo()
+    assert trainer.generate([], **SAMPLED) == []
+    assert trainer.generate([], generate_ref_response=True, **SAMPLED) == ([], [])
+
+
 def test_an_end_token_inside_the_prompt_is_harmless():
     query = torch.tensor([tiny.EOS, 7, tiny.EOS, 8])
     row = tiny.ppo().generate([query], return_prompt=True, **SAMPLED)[0]

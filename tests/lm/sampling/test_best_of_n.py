@@ -68,6 +68,10 @@ def test_queries_come_in_every_documented_shape(queries):
     assert len(sampler().generate(queries)) == count
 
 
+def test_no_queries_get_no_texts():
+    assert sampler().generate([]) == sampler().generate_ids([]) == []
+
+
 def test_a_seed_repeats_and_touches_no_global_random_number():
     state = torch.get_rng_state()
     one, other = sampler(seed=3), sampler(seed=3)

@@ -82,7 +82,7 @@ class Sampler:
                 if generate_ref_response:
                     with self.reference.reference.active() as model:
                         answers.append(self._from_model(model, queries, generation_kwargs, options))
-                if is_first:
+                if is_first and queries:
                     settings = sampling_config(self.policy.pretrained_model, self.tokenizer, **generation_kwargs)
                     check_sampler(self.trainer, queries, settings[0])
         returned = [rows[0][None] if isinstance(query_tensor, Tensor) else rows for rows in answers]

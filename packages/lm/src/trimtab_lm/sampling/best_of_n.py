@@ -163,6 +163,6 @@ class BestOfNSampler:
 def _queries(tokenized_query: Any) -> list[Tensor]:
     if isinstance(tokenized_query, Tensor):
         return [tokenized_query] if tokenized_query.dim() == 1 else list(tokenized_query)
-    if all(isinstance(token, int) for token in tokenized_query):
+    if tokenized_query and all(isinstance(token, int) for token in tokenized_query):
         return [torch.tensor(tokenized_query)]
     return [torch.as_tensor(query) for query in tokenized_query]
