@@ -11,8 +11,9 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from tests.lm import tiny
 from tests.marks import slow_but
-from transformers import FalconH1Config, FalconH1ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import FalconH1Config, FalconH1ForCausalLM, MistralConfig, MistralForCausalLM, WatermarkingConfig
 
+from trimtab_lm.interface import base_of
 from trimtab_lm.sampling.backends import (
     PAGE_SIZE,
     ContinuousBatchingRollout,
@@ -228,6 +229,31 @@ def test_an_end_token_that_the_generation_config_gets_later_ends_completions():
     after = backend.generate(PROMPTS[:1], num_generations=1, version=1, seed=0)
     assert after.completions[0].tolist() == before[:2].tolist()
     assert after.ended == [True]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"min_p": 0.9},
+        {"top_h": 0.05},
+        {"guidance_scale": 3.0},
+        {"sequence_bias": [[[5], 8.0]]},
+        {"exponential_decay_length_penalty": (1, 3.0)},
+        {"watermarking_config": WatermarkingConfig(bias=9.0)},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+@pytest.mark.parametrize("build", [tiny.llama, lora, prompt_tuned])
+@pytest.mark.filterwarnings("error:The sampler is not the policy")
+def test_a_setting_that_only_none_turns_off_does_not_come_from_the_model(build: Callable, setting: dict[str, object]):
+    model = build()
+    expected = sample(plain(8), model)
+    own = base_of(model).generation_config
+    vars(own).update(setting)
+    rollout = sample(plain(8), model)
+    assert [row.tolist() for row in rollout.completions] == [row.tolist() for row in expected.completions]
+    assert base_of(model).generation_config is own
+    assert {name: getattr(own, name) for name in setting} == setting
 
 
 def test_settings_of_the_models_own_generation_config_do_not_bend_the_distribution():

@@ -91,7 +91,7 @@ def cache_found(model: Model, takes: str, reads: str) -> Iterator[None]:
     @wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` asks the signature what it may pass
     def prepare_for_forward(*args: Any, **kwargs: Any) -> dict[str, Any]:
         cache = kwargs.pop(CACHE, None)
-        with _replaced(model, PEFT_BASE, prepare_for_peft) if is_peft else nullcontext():
+        with replaced(model, PEFT_BASE, prepare_for_peft) if is_peft else nullcontext():
             inputs = prepare(*args, **kwargs, **({} if cache is None else {takes: cache}))
         held = [inputs.pop(name) for name in {CACHE, OLD, takes, reads} if name in inputs]
         # In the first step of prefix tuning, PEFT replaces the empty cache by one with the prefix.
@@ -99,7 +99,7 @@ def cache_found(model: Model, takes: str, reads: str) -> Iterator[None]:
             inputs[reads] = next((found for found in held if found is not cache), cache)
         return inputs
 
-    with _replaced(owner, "prepare_inputs_for_generation", prepare_for_forward):
+    with replaced(owner, "prepare_inputs_for_generation", prepare_for_forward):
         yield
 
 
@@ -108,7 +108,7 @@ PEFT_BASE = "base_model_prepare_inputs_for_generation"
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """Gives an object another attribute inside the block."""
     held = vars(owner).get(name)
     setattr(owner, name, value)

@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig
 from trimtab_common.accelerators import memory_of
 from trimtab_common.sharding import whole_weights
 from trimtab_common.tracking import progress
-from trimtab_lm.compat.generation import CACHE, cache_found, cache_names, has_selectable_cache
+from trimtab_lm.compat.generation import CACHE, cache_found, cache_names, has_selectable_cache, replaced
 from trimtab_lm.interface import Model, base_of, decoder_config, learns_prompt
 from trimtab_lm.tokens.layout import pad
 from trimtab_lm.tokens.positions import Positions, positioned
@@ -207,6 +207,9 @@ class Completer:
     ):
         self.model, self.config, self.eos_ids, self.batch_size = model, config, eos_ids, batch_size
         self.positions, self.cache_names = Positions.of(model), cache_names(model)
+        # `generate` takes each setting that is None from the model's own config, where these would change the sampling.
+        self.model_settings = copy.deepcopy(model.generation_config)
+        vars(self.model_settings).update(dict.fromkeys(PLAIN_SAMPLING))
         self.shares_prompts = share_prompts and config.do_sample
         has_cache = has_selectable_cache(model)
         self.can_share = has_cache and config.use_cache is not False and config.cache_implementation is None
@@ -279,9 +282,9 @@ class Completer:
         if repeats > 1 and self.can_share and not learns_prompt(model):
             arguments[CACHE] = prompt_cache(model, input_ids, mask, repeats=repeats, name=self.cache_names[1])
         # The weights are whole, so that no process needs to go on until the others have ended.
-        output = model.generate(
-            input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=False, **arguments
-        )
+        inputs = {"input_ids": input_ids, "attention_mask": mask}
+        with replaced(base_of(model), "generation_config", self.model_settings):
+            output = model.generate(**inputs, generation_config=config, synced_gpus=False, **arguments)
         if isinstance(output, tuple):  # of `fast.loop_for`
             return output
         return output[:, 1 if model.config.is_encoder_decoder else input_ids.shape[1] :], None

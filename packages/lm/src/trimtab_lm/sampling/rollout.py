@@ -19,9 +19,15 @@ PLAIN_SAMPLING = {
     "temperature": 1.0,
     "top_k": 0,
     "top_p": 1.0,
+    "min_p": None,
+    "top_h": None,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
+    "guidance_scale": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+    "watermarking_config": None,
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
@@ -31,7 +37,7 @@ PLAIN_SAMPLING = {
     "num_return_sequences": 1,
 }
 """Settings under which a sampled token follows the model's own distribution, whatever its generation config says."""
-SAMPLING_ALONE = ("temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+SAMPLING_ALONE = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 class Episodes(NamedTuple):
@@ -196,9 +202,10 @@ TRUNCATED = "unlikely tokens are never drawn, so the KL is estimated on another 
 REWEIGHTED = "tokens are drawn from reweighted probabilities that neither policy nor reference has: the KL is biased"
 FORBIDDEN = "tokens (the end token above all) are forbidden by force, which the log-probs do not know: negative KL"
 DISTORTIONS = {
-    **dict.fromkeys(("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"), TRUNCATED),
+    **dict.fromkeys(("top_k", "top_p", "min_p", "top_h", "typical_p"), TRUNCATED),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), TRUNCATED),
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "sequence_bias"), REWEIGHTED),
-    **dict.fromkeys(("guidance_scale", "exponential_decay_length_penalty"), REWEIGHTED),
+    **dict.fromkeys(("guidance_scale", "exponential_decay_length_penalty", "watermarking_config"), REWEIGHTED),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), FORBIDDEN),
     **dict.fromkeys(("min_new_tokens", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), FORBIDDEN),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), FORBIDDEN),
