@@ -162,6 +162,8 @@ def test_samples_follow_the_model_at_the_temperature(temperature):
         ({"min_p": 0.1}, "min_p=0.1.*drifts below 0"),
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2.*KL is biased"),
         ({"min_length": 8}, "min_length=8.*negative KL"),
+        ({"forced_bos_token_id": 0}, "forced_bos_token_id=0.*negative KL"),
+        ({"forced_eos_token_id": 0}, "forced_eos_token_id=0.*negative KL"),
         ({"do_sample": False}, "do_sample=False.*not a sample"),
     ],
 )

@@ -220,10 +220,11 @@ def distortions(config: GenerationConfig) -> list[str]:
     """
     if not config.do_sample:
         return ["do_sample=False: each response is the mode, not a sample, so KL and advantages mean nothing"]
+    values = {name: value for name in DISTORTIONS if (value := getattr(config, name, None)) is not None}
     return [
-        f"{name}={value}: {effect}"
-        for name, effect in DISTORTIONS.items()
-        if (value := getattr(config, name, None)) is not None and value not in (PLAIN_SAMPLING.get(name), 0)
+        f"{name}={value}: {DISTORTIONS[name]}"
+        for name, value in values.items()
+        if value != PLAIN_SAMPLING.get(name) and (value != 0 or name.endswith("token_id"))  # token 0 is a token
     ]
 
 
