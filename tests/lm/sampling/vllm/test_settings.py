@@ -1,5 +1,7 @@
 """The settings that vLLM gets, which need no vLLM to be seen."""
 
+import pytest
+
 from trimtab_lm.sampling.rollout import SamplingSettings
 from trimtab_lm.sampling.vllm.engine import sampling_params
 
@@ -10,3 +12,9 @@ def test_stop_tokens_of_the_caller_join_those_of_the_policy():
     assert params["stop_token_ids"] == [2, 3, 7, 8]
     assert params["ignore_eos"]
     assert sampling_params(SamplingSettings(), [2, 3], n=4, seed=0, number=0)["stop_token_ids"] == [2, 3]
+
+
+@pytest.mark.parametrize("value", [-1, 0, None])
+def test_no_least_length_in_transformers_terms_is_left_out(value: int | None):
+    settings = SamplingSettings.of({"min_length": value, "do_sample": True, "max_new_tokens": 4})
+    assert "min_length" not in sampling_params(settings, [2], n=1, seed=0, number=0)
