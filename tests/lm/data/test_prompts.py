@@ -6,7 +6,7 @@ from datasets import Dataset
 from tests.lm import tiny
 from tokenizers import processors
 
-from trimtab_lm.data.prompts import ShuffledBatches, as_queries, open_dataset
+from trimtab_lm.data.prompts import PROMPT_IDS, ShuffledBatches, as_queries, open_dataset, tokenize_prompts
 
 SIZES = {"batch_size": 3, "seed": 5, "world_size": 2}
 
@@ -84,6 +84,20 @@ def test_a_conversation_goes_through_the_template_and_special_tokens_are_added_o
     assert row["query"] == "<s>hello.a "
     assert row["input_ids"][0] == tiny.BOS
     assert tokenizer.decode(row["input_ids"][1:]) == "hello.a "
+
+
+def test_tools_and_settings_of_a_row_reach_the_template_of_its_query():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for t in tools %}{{ t.name }}{% endfor %}{{ mood }}{{ end }}{{ messages[0].content }}"
+    talk, tools = [{"role": "user", "content": "hello"}], [{"name": "add"}]
+    settings = [{"mood": "sad"}, {"end": "end"}]
+    dataset = Dataset.from_dict({"prompt": [talk] * 2, "tools": [tools] * 2, "chat_template_kwargs": settings})
+    rows = as_queries(dataset, tokenizer, is_encoder_decoder=False)
+    assert [row["query"] for row in rows] == ["addsadhello", "addendhello"]
+    assert [tokenizer.decode(row["input_ids"]) for row in rows] == ["addsadhello", "addendhello"]
+    options = {"is_encoder_decoder": False, "needed_for": "GRPO", "chat_template_kwargs": {"mood": "glad"}}
+    texts = [tokenizer.decode(row[PROMPT_IDS]) for row in tokenize_prompts(dataset, tokenizer, **options)]
+    assert texts == ["addsadhello", "addgladendhello"]
 
 
 def test_a_dataset_without_prompts_is_refused():

@@ -102,6 +102,15 @@ def test_a_chat_with_a_tool_is_the_conversation_that_the_template_writes():
     assert written == f"{call}<|im_end|>He says hoho.<|im_end|>"
 
 
+def test_settings_of_a_row_reach_the_template_of_an_observation():
+    talk = rollout(sampler(), role="user", chat_template_kwargs={"mood": "glad"})
+    talk.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ mood }}{% endfor %}"
+    rows = [{"chat_template_kwargs": {"mood": mood}} for mood in ("sad", None)]
+    sampled = episodes_of(talk, PROMPTS[:2], rows=rows)
+    for ids, mask, mood in zip(sampled.completions, sampled.episodes.masks, ("sad", "glad"), strict=True):
+        assert tiny.tokenizer().decode(ids[mask == 0]).endswith(f".{mood}")
+
+
 def test_the_turns_of_a_batch_have_the_seeds_that_are_promised():
     model, backend, seed = tiny.gpt2(dtype=torch.float64), sampler(), 5
     talk = episodes_of(rollout(sampler()), seed=seed, model=model)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Row, RowFormat, TemplateSettings, columns_of, prepare_dataset, row_format
 from trimtab_lm.data.sources import as_data, is_stream
-from trimtab_lm.data.tokenization import encode_prompt
+from trimtab_lm.data.tokenization import encode_prompt, renderer, template_settings
 from trimtab_lm.data.truncation import report_truncation, truncate_columns
 from trimtab_lm.tokens.positions import Positions
 
@@ -221,6 +221,7 @@ def tokenize_prompts(
     Args:
         dataset: with a column of texts or conversations.
         is_encoder_decoder: whether an encoder reads the prompts.
+        chat_template_kwargs: those of a row, in its column of this name, count before these.
         needed_for: the trainer's name for messages, such as "GRPO".
         into: the new column of token ids.
         max_length: longer prompts lose their beginning, but keep their BOS.
@@ -237,10 +238,10 @@ def tokenize_prompts(
     data = as_data(dataset)
     if column == "prompt":
         row_format(columns_of(data), [RowFormat.PROMPT], needed_for=needed_for)
-    template, bos = {"chat_template_kwargs": chat_template_kwargs}, tokenizer.bos_token_id
+    bos = tokenizer.bos_token_id
 
     def encode(row: Row) -> dict[str, list[int]]:
-        ids = encode_prompt(tokenizer, row[column], tools=row.get("tools"), **template)["input_ids"]
+        ids = encode_prompt(tokenizer, row[column], **template_settings(row, chat_template_kwargs))["input_ids"]
         if not ids:
             raise ValueError("The prompt is empty, and there is no token to continue from. Fill it or drop the row.")
         stops = [tokenizer.eos_token_id] if is_encoder_decoder else []
@@ -277,7 +278,7 @@ def as_queries(
     def add_text(row: Row) -> dict[str, object]:
         if isinstance(row[column], str):
             return {"query": row[column]}
-        return {"query": tokenizer.apply_chat_template(row[column], tokenize=False, add_generation_prompt=True)}
+        return {"query": renderer(tokenizer, **template_settings(row))(row[column], add_generation_prompt=True)}
 
     kept = [name for name in columns_of(rows) if name != column]
     return prepare_dataset(rows, add_text, keep=kept, num_proc=num_proc, desc="writing queries")

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -89,6 +89,12 @@ def encode_scored(tokenizer: PreTrainedTokenizerBase, text: Text, *, ends_in_eos
     if ends_in_eos:
         return encode_messages(tokenizer, text, assistant_only=False)["input_ids"]
     return list(tokenizer(renderer(tokenizer, None, None)(text), add_special_tokens=False)["input_ids"])
+
+
+def template_settings(row: Row, chat_template_kwargs: TemplateSettings | None = None) -> dict[str, Any]:
+    """Returns a row's `tools` and `chat_template_kwargs`, which count before those of all rows."""
+    own = {name: value for name, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
+    return {"tools": row.get("tools"), "chat_template_kwargs": {**(chat_template_kwargs or {}), **own}}
 
 
 def encode_prompt(

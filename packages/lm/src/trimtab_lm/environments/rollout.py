@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_common.seeding import sampling_seed
 from trimtab_common.stats import gather_over_ranks
 from trimtab_lm.data.formats import Row, TemplateSettings
+from trimtab_lm.data.tokenization import template_settings
 from trimtab_lm.interface import Model, base_of
 from trimtab_lm.sampling.generate import response_texts
 from trimtab_lm.sampling.rollout import Episodes, Rollout, RolloutBackend
@@ -80,7 +81,7 @@ class EnvironmentRollout:
             policy reads texts as they are.
         time_limit: seconds that an environment has for a step, and for a reset.
         concurrency: environments that reply at a time.
-        chat_template_kwargs: more arguments of the chat template, as for the prompts.
+        chat_template_kwargs: more arguments of the chat template, as for the prompts. A row's own count before these.
     """
 
     takes_rows = True
@@ -216,8 +217,7 @@ class EnvironmentRollout:
                 text=texts[number],
                 ids=ids,
                 role=self.role,
-                tools=episode.row.get("tools"),
-                chat_template_kwargs=self.chat_template_kwargs,
+                **template_settings(episode.row, self.chat_template_kwargs),
             )
             episode.is_over = len(episode.ids) + len(observation) + self.settings.max_completion_length > episode.limit
             if not episode.is_over:

@@ -1,6 +1,7 @@
 """Rows of every documented format as token ids and labels, packed where that is asked for."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ from trimtab_lm.data.tokenization import (
     encode_seq2seq,
     encode_text,
     stop_token_ids,
+    template_settings,
 )
 from trimtab_lm.data.truncation import TOKENS_CUT, report_truncation, truncate_row
 from trimtab_lm.hf.types import DataSource
@@ -120,9 +122,7 @@ def _encoder(
     """From a row of this format to `input_ids` and `mask` (or `labels`, for an encoder-decoder model)."""
     add_special_tokens = (config.dataset_kwargs or {}).get("add_special_tokens", True)
 
-    def settings(row: Row) -> dict[str, Any]:
-        template = {**(config.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
-        return {"tools": row.get("tools"), "chat_template_kwargs": template}
+    settings = partial(template_settings, chat_template_kwargs=config.chat_template_kwargs)
 
     def encode(row: Row) -> Columns:
         if kind == RowFormat.TOKENIZED:
