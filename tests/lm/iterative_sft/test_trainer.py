@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tests.lm import tiny
 
 from trimtab_common.sealing import CheckpointError
@@ -223,6 +223,21 @@ def test_a_resumed_trainer_goes_on_as_if_nothing_had_happened(after: int, tmp_pa
     assert again.state.global_step == 9
     for name, value in tiny.weights(whole.model).items():
         assert torch.equal(value, again.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("name", ["default", "other"])
+def test_an_adapter_of_any_name_resumes(name: str, tmp_path):
+    def build():
+        config = LoraConfig(target_modules=["c_attn"], init_lora_weights=False)
+        model = get_peft_model(tiny.gpt2(), config, adapter_name=name)
+        return trainer(model, tmp_path, save_strategy="steps", save_steps=3)
+
+    one = build()
+    one.step(ROWS)
+    again = build()
+    again.train(resume_from_checkpoint=True)
+    for weight, value in tiny.weights(one.model).items():
+        assert torch.equal(value, again.model.state_dict()[weight]), weight
 
 
 def test_train_without_data_only_resumes(tmp_path):

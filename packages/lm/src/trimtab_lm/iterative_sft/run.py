@@ -340,7 +340,9 @@ class StepRun:
             accelerator.load_state(str(folder))
         else:
             if isinstance(model := trainer.model, PeftModel):
-                model.load_adapter(str(folder), model.active_adapter, is_trainable=True)
+                name = model.active_adapter  # PEFT saves adapters of other names in folders of their own
+                saved = folder if name == "default" else folder / name
+                model.load_adapter(str(saved), name, is_trainable=True)
             else:
                 model.load_state_dict(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())
             index, scaler = trainer.args.process_index, accelerator.scaler
