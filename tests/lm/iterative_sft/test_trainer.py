@@ -225,6 +225,14 @@ def test_a_resumed_trainer_goes_on_as_if_nothing_had_happened(after: int, tmp_pa
         assert torch.equal(value, again.model.state_dict()[name]), name
 
 
+def test_step_refuses_to_load_a_best_model_at_its_end(tmp_path):
+    config = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    arguments = {"eval_dataset": Dataset.from_dict({"text": ["abc"]})}
+    sft = trainer(tmp_path=tmp_path, arguments=arguments, load_best_model_at_end=True, **config)
+    with pytest.raises(ValueError, match=r"load_best_model_at_end=True: training by step\(...\) has no end"):
+        sft.step(ROWS)
+
+
 @pytest.mark.parametrize("name", ["default", "other"])
 def test_an_adapter_of_any_name_resumes(name: str, tmp_path):
     def build():

@@ -235,6 +235,12 @@ class StepRun:
                 f"{named} below 1 means a part of max_steps, and max_steps is not set. Set max_steps, or give a number "
                 "of optimizer steps."
             )
+        if args.load_best_model_at_end:
+            raise ValueError(
+                "load_best_model_at_end=True: training by step(...) has no end at which it could load the best model. "
+                "Leave it out, and load the checkpoint of state.best_global_step, or give a train_dataset and call "
+                "train()."
+            )
         trainer.is_in_train = True
         trainer.accelerator.free_memory()
         if args.use_liger_kernel:
