@@ -99,7 +99,7 @@ def test_others_with_betas_become_ddim_with_their_settings(old, clips):
 
 
 ENDS = {"final_sigmas_type": "sigma_min"}
-CLIPS = {"thresholding": True, "dynamic_thresholding_ratio": 0.9, "sample_max_value": 2.0}
+CLIPS = {"dynamic_thresholding_ratio": 0.9, "sample_max_value": 2.0}
 
 
 @pytest.mark.parametrize(

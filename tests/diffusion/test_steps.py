@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from tests.diffusion import tiny
 from torch.distributions import Normal, kl_divergence
 
-from trimtab_diffusion.steps import Steps, ddim_gaussian, flow_gaussian, gaussian_kl, gaussian_logprob
+from trimtab_diffusion.steps import ScheduleError, Steps, ddim_gaussian, flow_gaussian, gaussian_kl, gaussian_logprob
 
 SHAPE = (3, 4, 8, 8)
 SPACINGS = ("leading", "trailing", "linspace")
@@ -108,19 +108,21 @@ def test_ddim_is_the_stock_step_in_float32(prediction: str):
     [
         {"clip_sample": True},
         {"clip_sample": True, "clip_sample_range": 0.3},
-        {"thresholding": True, "sample_max_value": 1.5},
-        {"thresholding": True, "sample_max_value": 100.0, "dynamic_thresholding_ratio": 0.9},
-        {"thresholding": True, "clip_sample": True, "clip_sample_range": 0.1},  # only thresholding applies
     ],
 )
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
-def test_ddim_clips_and_thresholds_as_stock_does(prediction: str, settings: dict[str, Any]):
+def test_ddim_clips_as_stock_does(prediction: str, settings: dict[str, Any]):
     scheduler = ddim(5, prediction_type=prediction, **settings)
     assert_is_stock_step(scheduler, 0.7, atol=1e-9)
     sample, output, index = noise(seed=1), noise(), torch.full((3,), 2)
     free, _ = Steps.of(ddim(5, prediction_type=prediction), 0.7).gaussian(output, sample, index)
     bound, _ = Steps.of(scheduler, 0.7).gaussian(output, sample, index)
     assert not torch.allclose(free, bound, atol=1e-2), "the settings change nothing: this test cannot fail"
+
+
+def test_dynamic_thresholding_is_refused():
+    with pytest.raises(ScheduleError, match=r"thresholding=True, .* thresholding=False\)"):
+        Steps.of(ddim(5, thresholding=True), 1.0)
 
 
 def test_ddim_reaches_its_start_in_closed_form():
@@ -285,7 +287,7 @@ def test_flow_keeps_the_marginals_of_the_flow(eta: float):
 # Tables
 
 
-@pytest.mark.parametrize("scheduler", [ddim(5), ddim(5, prediction_type="v_prediction", thresholding=True), flow(5)])
+@pytest.mark.parametrize("scheduler", [ddim(5), ddim(5, prediction_type="v_prediction", clip_sample=True), flow(5)])
 def test_rows_of_a_batch_may_be_at_different_steps(scheduler: Any):
     steps = Steps.of(scheduler, 0.8)
     index = torch.tensor([3, 0, 4, 0, 2])
@@ -302,7 +304,7 @@ def test_rows_of_a_batch_may_be_at_different_steps(scheduler: Any):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scheduler", [ddim(4, torch.float32), ddim(4, torch.float32, thresholding=True), flow(4)])
+@pytest.mark.parametrize("scheduler", [ddim(4, torch.float32), ddim(4, torch.float32, clip_sample=True), flow(4)])
 def test_half_precision_is_computed_in_float32(scheduler: Any, dtype: torch.dtype):
     steps = Steps.of(scheduler, 1.0)
     index = torch.tensor([2, 0, 3])

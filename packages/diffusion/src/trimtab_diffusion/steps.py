@@ -76,7 +76,6 @@ def ddim_gaussian(
     eta: float | Tensor,
     prediction_type: str,
     clip: float | None = None,
-    threshold: tuple[float, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns mean and standard deviation of a DDIM step (Song et al. 2021, arXiv:2010.02502, Eqs. 12 and 16).
 
@@ -87,8 +86,6 @@ def ddim_gaussian(
         eta: 0 is deterministic, 1 has the deviation of DDPM. One number, or [B, 1, ...].
         prediction_type: what the model predicts: epsilon, sample or v_prediction.
         clip: clamps x_0 to [-clip, clip]; None: no clamp.
-        threshold: instead of clip, quantile and largest value of dynamic thresholding (Saharia et al. 2022,
-            arXiv:2205.11487).
 
     Returns:
         Mean [B, ...] and standard deviation [B].
@@ -99,9 +96,7 @@ def ddim_gaussian(
     output, x = _at_least_float32(model_output), _at_least_float32(sample)
     a, a_next = along(alpha.to(x.dtype), x), along(alpha_next.to(x.dtype), x)
     x0, epsilon = x0_and_epsilon(output, x, a, prediction_type=prediction_type)
-    if threshold is not None:
-        x0 = dynamic_threshold(x0, quantile=threshold[0], largest=threshold[1])
-    elif clip is not None:
+    if clip is not None:
         x0 = x0.clamp(-clip, clip)
     std = eta * ((1 - a_next) / (1 - a) * (1 - a / a_next)).sqrt()
     mean = a_next.sqrt() * x0 + (1 - a_next - std**2).clamp(min=0).sqrt() * epsilon
@@ -130,21 +125,6 @@ def x0_and_epsilon(output: Tensor, sample: Tensor, alpha: Tensor, *, prediction_
     if prediction_type == "v_prediction":
         return signal * sample - deviation * output, signal * output + deviation * sample
     raise ValueError(f"prediction_type={prediction_type!r} is unknown. Use epsilon, sample or v_prediction.")
-
-
-def dynamic_threshold(x0: Tensor, *, quantile: float, largest: float) -> Tensor:
-    """Clamps each x_0 to [-s, s] and divides by s (Saharia et al. 2022, arXiv:2205.11487, section 2.3).
-
-    Args:
-        x0: [B, ...].
-        quantile: s is this quantile of the absolute values of each x_0, clamped to [1, largest].
-        largest: the upper bound of s.
-
-    Returns:
-        [B, ...].
-    """
-    s = along(x0.flatten(1).abs().quantile(quantile, dim=1).clamp(1, max(1.0, largest)), x0)
-    return torch.minimum(torch.maximum(x0, -s), s) / s
 
 
 def flow_gaussian(
@@ -206,7 +186,7 @@ class Steps:
         eta: scale of the noise.
         window: the first step that has noise, and the first one after it that has none; None: all have.
         is_flow: whether the steps follow a flow rather than DDIM.
-        prediction_type, clip, threshold: DDIM's settings, see `ddim_gaussian`.
+        prediction_type, clip: DDIM's settings, see `ddim_gaussian`.
     """
 
     timesteps: Tensor
@@ -216,7 +196,6 @@ class Steps:
     is_flow: bool
     prediction_type: str = "epsilon"
     clip: float | None = None
-    threshold: tuple[float, float] | None = None
     window: tuple[int, int] | None = None
 
     @classmethod
@@ -229,7 +208,8 @@ class Steps:
             window: the steps from the first number to before the second have noise; None: all.
 
         Raises:
-            ScheduleError: eta is out of range, the scheduler is of another kind, or its schedule divides by 0.
+            ScheduleError: eta is out of range, the scheduler is of another kind or has thresholding=True, or its
+                schedule divides by 0.
         """
         config, timesteps = scheduler.config, scheduler.timesteps.detach().cpu()
         is_flow = "FlowMatch" in type(scheduler).__name__
@@ -248,20 +228,23 @@ class Steps:
                 f"{type(scheduler).__name__} has no log-probabilities. Use a DDIMScheduler or a "
                 "FlowMatchEulerDiscreteScheduler; `pipelines.trainable_scheduler` builds one from others' settings."
             )
+        if config.thresholding:
+            raise ScheduleError(
+                "The scheduler has thresholding=True, which bounds pixels and distorts latents. Turn it off: "
+                "pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, thresholding=False)."
+            )
         # As diffusers computes it, also where its spacing gives another timestep than the next one of the list.
         following = timesteps - config.num_train_timesteps // scheduler.num_inference_steps
         alphas = scheduler.alphas_cumprod.cpu()
         after = torch.where(following >= 0, alphas[following.clamp(min=0)], scheduler.final_alpha_cumprod.cpu())
-        threshold = (config.dynamic_thresholding_ratio, config.sample_max_value) if config.thresholding else None
-        clip = config.clip_sample_range if config.clip_sample and not threshold else None
+        clip = config.clip_sample_range if config.clip_sample else None
         before = alphas[timesteps]
         if config.prediction_type == "epsilon" and bool((before == 0).any()):
             raise ScheduleError(
                 "A schedule that begins with pure noise (rescale_betas_zero_snr) divides by 0 when the model predicts "
                 "epsilon. Use a v_prediction model, or rescale_betas_zero_snr=False."
             )
-        settings = {"prediction_type": config.prediction_type, "clip": clip, "threshold": threshold}
-        return cls(timesteps, before, after, eta, is_flow=False, **settings, window=window)
+        return cls(timesteps, before, after, eta, False, config.prediction_type, clip, window)
 
     @classmethod
     def of_training(cls, scheduler: Scheduler) -> Steps:
@@ -305,7 +288,6 @@ class Steps:
             eta=eta,
             prediction_type=self.prediction_type,
             clip=self.clip,
-            threshold=self.threshold,
         )
 
     def noised(self, x0: Tensor, noise: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
