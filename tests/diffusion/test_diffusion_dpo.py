@@ -145,6 +145,23 @@ def test_what_the_denoiser_reads_of_a_caption_is_kept_once(tmp_path: Path):
     assert len(pictures) == len(pictures.conditions["encoder_hidden_states"]) == 8
 
 
+def test_a_caption_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows, asked, call = rows_of(6), list[str](), DDPOStableDiffusionPipeline.__call__
+    for i, caption in enumerate(["a dog", "a cat", "a dog", "a cow", "a cat", "a dog"]):
+        rows[i]["prompt"] = caption
+
+    def recorded(pipeline: DDPOStableDiffusionPipeline, **options: Any) -> Any:
+        asked.extend(options["prompt"])
+        return call(pipeline, **options)
+
+    monkeypatch.setattr(DDPOStableDiffusionPipeline, "__call__", recorded)
+    trained = trainer(tmp_path, rows=rows, encode_batch_size=2)
+    assert asked == ["a dog", "a cat", "a cow"]
+    read = trained.pictures.conditions["encoder_hidden_states"][:, 0, 0]
+    stock, texts = trained.sd_pipeline.sd_pipeline, [row["prompt"] for row in rows]
+    torch.testing.assert_close(read, stock.encode_prompt(texts, "cpu", 1, do_classifier_free_guidance=False)[0])
+
+
 def test_both_pictures_of_a_pair_get_the_same_noise(tmp_path: Path):
     rows = [row | {"rejected": row["chosen"]} for row in rows_of(8)]
     trained = trainer(tmp_path, rows=rows)

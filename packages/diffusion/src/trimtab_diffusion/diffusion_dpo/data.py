@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from trimtab_common.images import to_pil
-from trimtab_diffusion.compat.trees import tree_leaves
+from trimtab_diffusion.compat.trees import tree_leaves, tree_map
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.steps import Steps
 from trimtab_diffusion.trajectories import Arguments, Schedule, Trajectories, joined
@@ -123,7 +123,7 @@ def pixels_of(pictures: list[Image.Image]) -> Tensor:
 def encoded(pipeline: DDPOStableDiffusionPipeline, pairs: Pairs, *, batch_size: int) -> Trajectories:
     """The latents of all pictures, and what the denoiser reads of their captions once for each pair, on the CPU.
 
-    The pipeline is called once for each batch of captions, for two steps, to see what it passes to its denoiser.
+    The pipeline is called for the new captions of each batch, for two steps, to see what it passes to its denoiser.
 
     Args:
         pipeline: without guidance it passes its denoiser arguments that no step changes.
@@ -140,6 +140,7 @@ def encoded(pipeline: DDPOStableDiffusionPipeline, pairs: Pairs, *, batch_size: 
     """
     vae, device = pipeline.sd_pipeline.vae, pipeline.device
     latents, conditions, dtype = list[Tensor](), list[Arguments](), vae.dtype
+    known, captions = dict[str, int](), list[int]()  # each caption's row in the conditions, and that of each pair
     if vae.config.get("force_upcast") and dtype == torch.float16:
         vae.to(torch.float32)  # as in diffusers' pipelines: SDXL's autoencoder overflows in float16
     call: dict[str, Any] = {pipeline.guidance_argument: 1.0, "num_inference_steps": 2, "output_type": "latent"}
@@ -152,20 +153,26 @@ def encoded(pipeline: DDPOStableDiffusionPipeline, pairs: Pairs, *, batch_size: 
                 f"The autoencoder's latents of the pictures in rows {start} to {start + len(rows) - 1} are not finite "
                 f"in {vae.dtype}. Set mixed_precision='no', or use an autoencoder for half precision."
             )
-        call |= {"height": pixels.shape[2], "width": pixels.shape[3], "prompt": [row["prompt"] for row in rows]}
-        seen = pipeline(generator=torch.Generator(device).manual_seed(0), storage_device="cpu", **call).trajectories
-        _check(seen, clean, pipeline)
         latents.append(torch.stack(clean.cpu().chunk(2), 1))
-        conditions.append(seen.conditions)
+        if new := [text for text in dict.fromkeys(row["prompt"] for row in rows) if text not in known]:
+            call |= {"height": pixels.shape[2], "width": pixels.shape[3], "prompt": new}
+            seen = pipeline(generator=torch.Generator(device).manual_seed(0), storage_device="cpu", **call).trajectories
+            _check(seen, clean, pipeline)
+            conditions.append(seen.conditions)
+            known |= {text: len(known) + i for i, text in enumerate(new)}
+        captions += [known[row["prompt"]] for row in rows]
     if vae.dtype != dtype:
         vae.to(dtype)
+    read = joined(conditions, dim=0)
+    if len(known) < len(captions):
+        read = tree_map(lambda leaf: leaf[captions] if isinstance(leaf, Tensor) else leaf, read)
     found, steps, whole = seen.schedule, Steps.of_training(pipeline.scheduler), torch.cat(latents)
     return Trajectories(
         Schedule(steps, steps.timesteps, found.name, dtype=found.dtype),
         first=whole[:, 0],
         latents=whole,
         logprobs=torch.zeros(whole.shape[:2]),
-        conditions=joined(conditions, dim=0),
+        conditions=read,
     )
 
 
