@@ -375,7 +375,7 @@ def test_a_picture_that_cannot_be_read_ends_in_one_line_before_the_pipeline_is_l
     assert message in error
 
 
-def test_diffusion_dpo_learns_from_a_folder_of_pictures_with_captions(place, capsys):
+def test_diffusion_dpo_learns_from_a_folder_of_pictures_with_captions(place, capsys, monkeypatch):
     tiny_diffusion.stable_diffusion().save_pretrained("pipeline")
     rows = []
     for number in range(4):
@@ -387,7 +387,12 @@ def test_diffusion_dpo_learns_from_a_folder_of_pictures_with_captions(place, cap
         rows.append(row)
     write_rows("pictures/metadata.jsonl", rows)
     words = ("--dataset=pictures", "--train_batch_size=2", "--mixed_precision=no")
+    decoded, decode = [], datasets.Image.decode_example
+    monkeypatch.setattr(
+        datasets.Image, "decode_example", lambda *args, **kwargs: (decoded.append(1), decode(*args, **kwargs))[1]
+    )
     *_, last = run("diffusion-dpo", *words, capsys=capsys, model="pipeline")
+    assert len(decoded) == 3 * 8 + 2  # to check all, for the fingerprint, and to encode; of row 0 for the size
     assert last == 'The model is in runs/diffusion-dpo. Load it: pipeline.load_lora_weights("runs/diffusion-dpo")'
     assert Path("runs/diffusion-dpo/pytorch_lora_weights.safetensors").exists()
     Image.new("RGB", (24, 16)).save("pictures/chosen2.png")

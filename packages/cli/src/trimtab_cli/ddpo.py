@@ -24,7 +24,7 @@ from trimtab_diffusion import (
     DiffusionNFTTrainer,
 )
 from trimtab_diffusion.ddpo.selfcheck import ReplayError
-from trimtab_diffusion.diffusion_dpo.data import check_pairs
+from trimtab_diffusion.diffusion_dpo.data import CheckedPairs, Pairs, check_pairs
 from trimtab_diffusion.prompts import Prompts
 from trimtab_diffusion.steps import ScheduleError
 from trimtab_diffusion.training.sampling import RewardFunction
@@ -212,7 +212,7 @@ def diffusion_dpo(argv: Sequence[str]) -> int:
     return _train("diffusion-dpo", argv, PairArguments, DiffusionDPOConfig, DiffusionDPOTrainer, about=ABOUT_PAIRS)
 
 
-def pairs_of(dataset: str, split: str, config: str | None = None) -> Dataset:
+def pairs_of(dataset: str, split: str, config: str | None = None) -> Pairs:
     """The rows of pairs of pictures, all of which can be read.
 
     Raises:
@@ -234,8 +234,8 @@ def pairs_of(dataset: str, split: str, config: str | None = None) -> Dataset:
                 'files beside it: {"prompt": "a cat", "chosen_file_name": "1.png", "rejected_file_name": "2.png"}.'
             )
     rows = open_dataset(dataset, split, config)
-    check_pairs(_Readable(rows))  # as the trainer does, but before the pipeline is loaded
-    return rows
+    check_pairs(_Readable(rows))  # in place of the trainer, before the pipeline is loaded
+    return CheckedPairs(rows)
 
 
 @dataclass(frozen=True)

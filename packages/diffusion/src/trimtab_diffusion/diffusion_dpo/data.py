@@ -4,6 +4,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,19 @@ class Pairs(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
+@dataclass(frozen=True)
+class CheckedPairs:
+    """Rows that `check_pairs` has read, so that a trainer does not decode all pictures once more to check them."""
+
+    rows: Pairs
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
+        return self.rows[index]
+
+
 def check_autoencoder(pipeline: DiffusionPipeline | DDPOStableDiffusionPipeline) -> None:
     """ValueError where a pipeline's autoencoder, if any, gives its latents in another way than Stable Diffusion's."""
     stock: Any = pipeline.sd_pipeline if isinstance(pipeline, DDPOStableDiffusionPipeline) else pipeline
@@ -41,11 +55,13 @@ def check_autoencoder(pipeline: DiffusionPipeline | DDPOStableDiffusionPipeline)
 
 
 def check_pairs(pairs: Pairs) -> None:
-    """Checks all rows before any work.
+    """Checks all rows before any work, unless they are `CheckedPairs`.
 
     Raises:
         ValueError: there are no rows, a column is missing, a caption is empty, or pictures differ in size.
     """
+    if isinstance(pairs, CheckedPairs):
+        return
     if not len(pairs):
         raise ValueError("The dataset has no pairs. Pass rows with `prompt`, `chosen` and `rejected`.")
     size = None
