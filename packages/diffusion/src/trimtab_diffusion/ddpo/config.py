@@ -26,14 +26,14 @@ class DDPOConfig(shared.SamplingConfig):
     sample_num_batches_per_epoch: Count = setting("Sampling batches of an epoch.", default=2)
     train_num_inner_epochs: Count = setting("Passes over an epoch's samples.", default=1)
     train_cfg: bool = setting("Train with guidance, with which images are sampled.", default=True)
-    train_adv_clip_max: Positive = setting("Clip advantages to +- this.", default=5)
-    train_clip_range: Positive = setting("Clip the ratio per dimension of the latents to 1 +- this.", default=1e-4)
+    train_adv_clip_max: Positive = setting("is, sf: clip advantages to +- this.", default=5)
+    train_clip_range: Positive = setting("is: clip the ratio per dimension of the latents to 1 +- this.", default=1e-4)
     train_timestep_fraction: Share = setting(
         "Share of all of a sample's steps, at random, that trains; with sample_window at most the window's steps.",
         default=1.0,
     )
-    per_prompt_stat_tracking: bool = setting("Advantages relative to the prompt's earlier rewards.", default=False)
-    per_prompt_stat_tracking_buffer_size: Count = setting("Rewards stored of each prompt.", default=16)
+    per_prompt_stat_tracking: bool = setting("Advantages relative to the prompt's latest rewards.", default=False)
+    per_prompt_stat_tracking_buffer_size: Count = setting("Latest rewards of each prompt that are kept.", default=16)
     per_prompt_stat_tracking_min_count: Count = setting("Rewards that a prompt needs; else the epoch's.", default=16)
     async_reward_computation: bool = setting("Compute rewards in threads during sampling.", default=False)
     max_workers: Count = setting("Threads of async_reward_computation.", default=2)
@@ -56,12 +56,17 @@ class DDPOConfig(shared.SamplingConfig):
     )
     rwr_beta: NotNegative = setting("rwr: inverse temperature of the weights; 0: equal weights.", default=0.2)
     rwr_top: Share = setting("rwr_sparse: share of the samples, the best, that trains.", default=0.1)
-    train_clip_range_nats: Positive | None = setting("Clip range in nats of a step's joint probability.", default=None)
+    train_clip_range_nats: Positive | None = setting(
+        "Clip range of a step's joint probability, in nats, in place of train_clip_range. None: train_clip_range.",
+        default=None,
+    )
     init_kl_coef: NotNegative = setting("Coefficient of the KL penalty to the initial policy.", default=0)
     adap_kl_ctrl: bool = setting("Move the coefficient until the KL meets `target`.", default=False)
     target: Positive = setting("KL that the adaptive controller aims at, in nats per sample.", default=6)
     horizon: Positive = setting("Samples over which the adaptive controller corrects an error.", default=10000)
-    trajectory_dtype: str | None = setting("Round latents to float32, float16 or bfloat16.", default=None)
+    trajectory_dtype: str | None = setting(
+        "Round latents to float32, float16 or bfloat16. None: no rounding.", default=None
+    )
     trajectory_on_cpu: bool = setting("Keep trajectories in the host's memory.", default=False)
 
     def __post_init__(self) -> None:
