@@ -200,8 +200,7 @@ def figure(methods: Mapping[str, Seeds], references: Mapping[str, Frontier]) -> 
     """
     plot, (every, best) = panels(("all evaluations", "the most reward within a budget"), height=4.8)
     frontier(every, {name: [point for seed in seeds.values() for point in seed] for name, seeds in methods.items()})
-    every.set_xlim(-0.5, FURTHEST)
-    plot_within(best, methods, [max(BUDGETS) * i / 32 for i in range(33)])
+    plot_within(best, methods, [FURTHEST * i / 48 for i in range(49)])
     for axis in (every, best):
         axis.get_legend().remove()  # one below the panels names the lines of both
         for (name, curve), dots in zip(references.items(), ("-", ":"), strict=False):
@@ -209,6 +208,7 @@ def figure(methods: Mapping[str, Seeds], references: Mapping[str, Frontier]) -> 
             if curve.errors is not None:
                 low, high = curve.rewards - curve.errors, curve.rewards + curve.errors
                 axis.fill_between(curve.kls, low, high, color="black", alpha=0.15, linewidth=0)
+        axis.set_xlim(-0.5, FURTHEST)
         axis.set_xlabel("KL to the reference (nats per response)")
         axis.set_ylabel("reward of held-out openings (VADER, -1 to 1)")
     plot.legend(*every.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
@@ -217,8 +217,11 @@ def figure(methods: Mapping[str, Seeds], references: Mapping[str, Frontier]) -> 
 
 def efficiency_figure(methods: Mapping[str, Seeds], optimum: Frontier) -> plt.Figure:
     """Plots each method's share of the attainable gain within each budget."""
-    plot, axis = plt.subplots(figsize=(5.5, 4), layout="constrained")
-    plot_within(axis, methods, [float(optimum.kls[-1]) * i / 32 for i in range(4, 33)], optimum)
+    plot, axis = plt.subplots(figsize=(5.5, 4.8), layout="constrained")
+    farthest = min(FURTHEST, float(optimum.kls[-1]))
+    plot_within(axis, methods, [farthest * i / 48 for i in range(2, 49)], optimum)
+    axis.get_legend().remove()
+    plot.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     axis.set_xlabel("KL to the reference (nats per response)")
     axis.set_ylabel("share of the attainable gain")
     return plot
