@@ -57,11 +57,13 @@ def read(runs: Sequence[Run]) -> Report:
     figures = {"figure": figure(methods, references)}
     if optimum is not None:
         figures["efficiency"] = efficiency_figure(methods, optimum)
-        captions["efficiency"] = (
-            "The gain of the most reward within a budget, divided by the attainable gain. With other openings the "
-            f"attainable gain has a standard error of {optimum.relative_error(BUDGETS[0]):.1%} at {BUDGETS[0]:g} nats"
-            f"{f' and of {far:.1%} at {BUDGETS[-1]:g} nats' if (far := optimum.relative_error(BUDGETS[-1])) else ''}."
-        )
+        errors = {budget: optimum.relative_error(budget) for budget in (BUDGETS[0], BUDGETS[-1])}
+        known = [f"{error:.1%} at {budget:g} nats" for budget, error in errors.items() if error is not None]
+        captions["efficiency"] = "The gain of the most reward within a budget, divided by the attainable gain."
+        if known:
+            captions["efficiency"] += (
+                f" With other openings the attainable gain has a standard error of {' and of '.join(known)}."
+            )
     return Report(measured, [*claims_about(), *claims_about_texts()], figures, captions, samples)
 
 
