@@ -94,7 +94,7 @@ def encode_scored(tokenizer: PreTrainedTokenizerBase, text: Text, *, ends_in_eos
 def template_settings(row: Row, chat_template_kwargs: TemplateSettings | None = None) -> dict[str, Any]:
     """Returns a row's `tools` and `chat_template_kwargs`, which count before those of all rows."""
     own = {name: value for name, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
-    return {"tools": row.get("tools"), "chat_template_kwargs": {**(chat_template_kwargs or {}), **own}}
+    return {"tools": row.get("tools") or None, "chat_template_kwargs": {**(chat_template_kwargs or {}), **own}}
 
 
 def encode_prompt(

@@ -36,6 +36,7 @@ from trimtab_lm.data.tokenization import (
     encode_prompt_completion,
     require_eos,
     stop_token_ids,
+    template_settings,
 )
 from trimtab_lm.data.truncation import (
     IS_TIE,
@@ -90,7 +91,7 @@ class PairTokenizer:
 
     def __call__(self, row: Row) -> dict[str, object]:
         """The token columns of a row, and the columns that `report_truncation` and `drop_ties` read."""
-        settings = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
+        settings = template_settings(row)
         if self.is_encoder_decoder:
             return self._seq2seq(encode_preference_seq2seq(self.tokenizer, row, **settings))
         encoded, cut = self._shorter_answers(self._encoded(row, settings))
@@ -112,9 +113,9 @@ class PairTokenizer:
     def _encoded(self, row: Row, settings: dict[str, Any]) -> Columns:
         if self.build is None:
             return encode_preference(self.tokenizer, row, **settings)
-        if settings:
+        if given := [name for name, value in settings.items() if value]:
             raise ValueError(
-                f"A replaced build_tokenized_answer gets a prompt and an answer, and no {' or '.join(settings)}. Drop "
+                f"A replaced build_tokenized_answer gets a prompt and an answer, and no {' or '.join(given)}. Drop "
                 "the columns, or replace tokenize_row."
             )
         return encode_preference(self.tokenizer, row, encode=self._built)

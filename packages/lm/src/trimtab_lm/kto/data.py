@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Row, RowFormat, Text, columns_of, preference_parts, prepare_dataset, row_format
 from trimtab_lm.data.sources import as_data
-from trimtab_lm.data.tokenization import encode_prompt_completion, encode_seq2seq, stop_token_ids
+from trimtab_lm.data.tokenization import encode_prompt_completion, encode_seq2seq, stop_token_ids, template_settings
 from trimtab_lm.data.truncation import (
     IS_EMPTIED,
     IS_TIE,
@@ -57,7 +57,7 @@ class AnswerTokenizer:
                 "needed. Write true or false into the file, or convert the column: dataset.cast_column('label', "
                 "datasets.Value('bool'))."
             )
-        settings = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name) is not None}
+        settings = template_settings(row)
         encode = self._seq2seq if self.is_encoder_decoder else self._causal
         cut, length = encode(row["prompt"], row["completion"], settings)
         remedy = f"Lower max_length ({self.config.max_length}), or drop the row."

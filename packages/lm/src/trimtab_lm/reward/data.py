@@ -14,7 +14,7 @@ from trimtab_lm.data.formats import (
     row_format,
 )
 from trimtab_lm.data.sources import as_data
-from trimtab_lm.data.tokenization import encode_prompt_completion, ends_in_sep, stop_token_ids
+from trimtab_lm.data.tokenization import encode_prompt_completion, ends_in_sep, stop_token_ids, template_settings
 from trimtab_lm.data.truncation import IS_TIE, Mode, drop_pairs, drop_ties, report_truncation, truncate_answers
 from trimtab_lm.hf.types import DataSource
 from trimtab_lm.tokens.positions import Positions
@@ -91,8 +91,7 @@ def _cut(pair: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase, length:
 def _text_pair(row: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
     """Prompt and answers as `truncate_answers` takes them. The prompt may be empty: a score needs no token before."""
     prompt, *answers = preference_parts(row)
-    settings: dict[str, Any] = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name)}
-    settings["add_eos"] = not ends_in_sep(tokenizer)
+    settings = {**template_settings(row), "add_eos": not ends_in_sep(tokenizer)}
     encoded = [encode_prompt_completion(tokenizer, prompt, answer, **settings) for answer in answers]
     heads = [side["input_ids"][: side["completion_mask"].index(1)] for side in encoded]
     return _pair(encoded[0]["input_ids"], encoded[1]["input_ids"], common_length(*heads))
