@@ -39,6 +39,7 @@ def read(runs: Sequence[Run]) -> Report:
     for name, seeds in methods.items():
         for budget in BUDGETS:
             measured[within(budget, name)] = {seed: best_within(points, budget) for seed, points in seeds.items()}
+        for budget in (1.0, *BUDGETS):
             if optimum is not None and optimum.reward(budget) is not None:
                 shares = {seed: efficiency(points, budget, optimum) for seed, points in seeds.items()}
                 measured[efficiency_name(budget, name)] = shares
