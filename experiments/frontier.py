@@ -177,13 +177,13 @@ def tempered(
     while largest := largest_step(rewards):
         # The reference's curve bends most at its beginning, where its own answers give every point.
         for step in largest * (np.arange(1, 21) / 20 if inverse_beta == 0 else np.ones(1)):
-            mean = (softmax(step * rewards, axis=1) * rewards).sum(axis=1)
+            weights = softmax(step * rewards, axis=1)
+            mean = (weights * rewards).sum(axis=1)
             gain = logsumexp(step * rewards, axis=1) - np.log(rewards.shape[1])
             points.append((inverse_beta + step, (inverse_beta + step) * mean - log_z - gain, mean))
         if points[-1][1].mean() >= farthest:
             break
         inverse_beta, log_z = inverse_beta + largest, log_z + gain
-        weights = softmax(largest * rewards, axis=1)
         answers, rewards = moved(
             answers, rewards, weights, propose, rng, inverse_beta=inverse_beta, ancestors=ancestors, chain=chain
         )
@@ -334,8 +334,8 @@ def efficiency_at_end(config: Mapping[str, Any], numbers: Mapping[str, float]) -
 
 def reference_curves(runs: Sequence[Run]) -> dict[str, Frontier]:
     """The committed curves, if they are of the settings of all the runs; else none."""
-    curves = [committed_curves(run.config) for run in runs]
-    return curves[0] if len({run.config.get("eval_prompts") for run in runs}) == 1 and all(curves) else {}
+    settings = {tuple(run.config.get(name) for name in (*SETTINGS, "eval_prompts")) for run in runs}
+    return committed_curves(runs[0].config) if len(settings) == 1 else {}
 
 
 def committed_curves(config: Mapping[str, Any]) -> dict[str, Frontier]:
