@@ -23,7 +23,7 @@ from trimtab_lm.hf.adapter import (
     layout_of,
 )
 from trimtab_lm.hf.models import load_language_model
-from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Trial, Use
+from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Use
 from trimtab_lm.interface import Model, Processor, decoder_start_of
 from trimtab_lm.legacy.arguments import DPO, takes_constructor_of_2024
 from trimtab_lm.models.reference import Reference
@@ -150,13 +150,13 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
         """The dataset as token columns, with the reference's log-probabilities where they are precomputed."""
         return self.datasets.with_reference(super().prepare_dataset(dataset, use))
 
-    def open_run(self, resume_from_checkpoint: Any, trial: Trial = None) -> str | None:
-        """Begin a run, or resume one; its data are the pairs without the reference's log-probabilities."""
+    def rows_of_run(self) -> DataSource | None:
+        """The pairs, prepared by the present settings, without the reference's log-probabilities."""
         self.datasets.update()
         data: Any = self.train_dataset
         if self.datasets.cache is not None and data is not None:
             data = data.remove_columns([*REFERENCE_COLUMNS])  # they are computed again where the cache is gone
-        return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=trial is not None)
+        return data
 
     def get_train_dataloader(self) -> DataLoader[Batch]:
         """Batches for training, from datasets prepared with the present settings and methods."""

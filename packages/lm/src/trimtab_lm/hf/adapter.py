@@ -301,8 +301,12 @@ class TrainerAdapter(HooksOf2024, Generic[Config, Items]):
 
     def open_run(self, resume_from_checkpoint: Any, trial: Trial = None) -> str | None:
         """Begin a run, or resume one and return its verified checkpoint. Collective; raises as `train` does."""
-        data = self.train_dataset
+        data = self.rows_of_run()
         return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=trial is not None)
+
+    def rows_of_run(self) -> DataSource | None:
+        """The training rows that a resumed run must have again."""
+        return self.train_dataset
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self.checkpoints.saving():

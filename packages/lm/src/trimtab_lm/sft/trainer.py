@@ -12,7 +12,7 @@ from trimtab_lm.data.tokenization import require_eos
 from trimtab_lm.hf.adapter import BatchLoss, DataOptions, TrainerOptions, prepare_datasets
 from trimtab_lm.hf.labels import LabelTrainer, document_collator, label_stats
 from trimtab_lm.hf.models import load_language_model
-from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Trial, Use
+from trimtab_lm.hf.types import Batch, ComputeMetrics, DataSource, EvalSource, OptimizerChoice, Optimizers, Use
 from trimtab_lm.interface import Model, Processor
 from trimtab_lm.legacy.arguments import SFT, takes_constructor_of_2024
 from trimtab_lm.legacy.constant_length import ConstantLengthDataset
@@ -116,8 +116,7 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         )
         return pack(rows, config) if packing else rows
 
-    def open_run(self, resume_from_checkpoint: Any, trial: Trial = None) -> str | None:
-        """Begin a run, or resume one; its data are the rows that are packed."""
+    def rows_of_run(self) -> DataSource | None:
+        """The rows before they are packed."""
         rows: Any = self.train_dataset
-        data = rows.dataset if isinstance(rows, PackedDataset | ConstantLengthDataset) else rows
-        return self.checkpoints.open_run(self.config, data, resume_from_checkpoint, is_trial=trial is not None)
+        return rows.dataset if isinstance(rows, PackedDataset | ConstantLengthDataset) else rows
