@@ -1,4 +1,4 @@
-"""Figures that every report uses: curves with seeds, frontiers, grids of images, and a page that holds them all."""
+"""Figures that every report uses: curves with seeds, grids of images, and a page that holds them all."""
 
 import base64
 import io
@@ -44,7 +44,6 @@ img { max-width: 100%; }
 """
 
 Curve = tuple[Sequence[float], Sequence[float]]  # xs [N], ys [N]
-Point = tuple[float, float]
 
 
 # Curves ----------------------------------------------------------------------------------------------------------
@@ -128,46 +127,6 @@ def curves(axis: Axes, runs: Mapping[str, Sequence[Curve]]) -> None:
         (line,) = axis.plot(xs, median, label=name, marker="o" if len(xs) < 15 else None, markersize=4)
         if len(seeds) > 1:
             axis.fill_between(xs, lower, upper, color=line.get_color(), alpha=0.2, linewidth=0)
-    _finish_axis(axis)
-
-
-# Frontiers -------------------------------------------------------------------------------------------------------
-
-
-def frontier_points(points: Sequence[Point]) -> list[Point]:
-    """Returns the points (x, y) that no other point dominates, without duplicates, sorted by x.
-
-    A point is dominated by one with no more x and more y, or with less x and no less y. With x the KL and y the reward,
-    the frontier is the best reward for every KL.
-
-    Raises:
-        ValueError: There is no point, or a coordinate is not finite.
-    """
-    if not len(points):
-        raise ValueError("got no point; at least one is needed. Leave out the label without runs.")
-    if not np.isfinite(np.asarray(points, dtype=float)).all():
-        raise ValueError(
-            f"got points {list(points)}; finite numbers are needed. Leave out the runs that diverged, and say so "
-            "in the verdict."
-        )
-    best: list[Point] = []
-    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
-        if not best or y > best[-1][1]:
-            best.append((x, y))
-    return best
-
-
-def frontier(axis: Axes, points: Mapping[str, Sequence[Point]]) -> None:
-    """Plots for each label its points (x, y) and their frontier as steps: the largest y at each x or less."""
-    for label, pairs in points.items():
-        best = frontier_points(pairs)
-        dots = axis.scatter(*zip(*pairs, strict=True), s=8, alpha=0.4)
-        color = (*dots.get_facecolor()[0][:3], 1.0)
-        axis.plot(*zip(*best, strict=True), color=color, drawstyle="steps-post", linewidth=1.5, label=label)
-    _finish_axis(axis)
-
-
-def _finish_axis(axis: Axes) -> None:
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, fontsize=9)
 

@@ -33,6 +33,8 @@ FARTHEST = 12.0  # nats
 STEP = 0.05  # nats between two points of the committed frontier
 NOTHING = -1  # in a row of token ids, after the answer's end
 
+Point = tuple[float, float]
+"""A mean KL to the reference, in nats per response, and a mean reward."""
 Propose = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Takes answers [P, M, ...] and returns others of the same shape, with their rewards [P, M]."""
 
@@ -295,7 +297,7 @@ def best_of_n(rewards: np.ndarray) -> Frontier:
     return Frontier(np.array([kl_of_best(n) for n in ns]), np.array(means))
 
 
-def best_within(points: Sequence[tuple[float, float]], budget: float) -> float:
+def best_within(points: Sequence[Point], budget: float) -> float:
     """Returns the largest reward at a KL of at most `budget`, over the points (KL, reward) and their mixtures.
 
     A policy that answers with one of two policies at random has the mean of their rewards and, because the KL is
@@ -311,7 +313,7 @@ def best_within(points: Sequence[tuple[float, float]], budget: float) -> float:
     return max([*mixed, *(reward for _, reward in inside)])
 
 
-def rewards_within(points: Sequence[tuple[float, float]]) -> dict[str, float]:
+def rewards_within(points: Sequence[Point]) -> dict[str, float]:
     """`best_within` each of BUDGETS, by the names of a run's summary."""
     return {f"reward_within_{budget:g}": best_within(points, budget) for budget in BUDGETS}
 

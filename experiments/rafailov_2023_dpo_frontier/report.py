@@ -1,13 +1,16 @@
 """Judges DPO's frontier against PPO's: `python -m experiments.rafailov_2023_dpo_frontier.report FOLDER ...`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from math import isfinite
 
 from matplotlib import pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from experiments.claims import Claim, Numbers
-from experiments.figures import Point, curves, frontier, panels
-from experiments.frontier import BUDGETS, Frontier, best_within, reference_curves
+from experiments.figures import curves, panels
+from experiments.frontier import BUDGETS, Frontier, Point, best_within, reference_curves
 from experiments.margins import margin_fields
 from experiments.reports import Report, main
 from experiments.run_folders import Run, by
@@ -25,36 +28,37 @@ FURTHEST = 12.0  # nats that the figure shows
 PLACE = "section 6.1, figure 2, left"
 NAMES = {"sigmoid": "DPO", "ipo": "IPO", "hinge": "hinge", "kto_pair": "KTO-pair"}
 SLOW_PPO, SMALL_GAIN = "PPO, the paper's controller", 0.1  # K_beta of Ziegler et al. 2019, arXiv:1909.08593
-MORE = "2,048 texts"  # of the runs of night_texts.yaml and night_texts_ppo.yaml
+MORE = "2,048 texts"  # of the runs of night_texts*.yaml
+SFT = "SFT on the chosen"
+OURS = (("GRPO", "PPO"), ("DPO", "GRPO"), ("RAFT", "PPO"))  # comparisons that the paper has not
 Seeds = dict[int, list[Point]]
+Methods = Mapping[tuple[int, str], Seeds]  # by the number of scored texts, and the method
 
 
 def read(runs: Sequence[Run]) -> Report:
     """Reads the most reward of each method and seed within each budget of KL, and its share of the attainable gain."""
-    texts, references = min(map(texts_of, runs), default=0), reference_curves(runs)
-    groups = by_method(runs, texts)
-    methods = {name: points_by_seed(group) for name, group in groups.items()}
+    groups, references = by_texts_and_method(runs), reference_curves(runs)
+    methods = {key: points_by_seed(group) for key, group in groups.items()}
+    fewest = min((texts for texts, _ in groups), default=0)
+    names = {key: key[1] if key[0] == fewest else f"{key[1]}, {key[0]:,} texts" for key in groups}
     optimum = references.get("attainable")
     measured: dict[str, Numbers] = {}
-    for name, seeds in methods.items():
+    for key, points_of_seeds in methods.items():
         for budget in BUDGETS:
-            measured[within(budget, name)] = {seed: best_within(points, budget) for seed, points in seeds.items()}
+            best = {seed: best_within(points, budget) for seed, points in points_of_seeds.items()}
+            measured[within(budget, names[key])] = best
         for budget in (1.0, *BUDGETS):
             if optimum is not None and optimum.reward(budget) is not None:
-                shares = {seed: efficiency(points, budget, optimum) for seed, points in seeds.items()}
-                measured[efficiency_name(budget, name)] = shares
+                shares = {seed: efficiency(points, budget, optimum) for seed, points in points_of_seeds.items()}
+                measured[efficiency_name(budget, names[key])] = shares
     beyond = sum(kl > FURTHEST for seeds in methods.values() for points in seeds.values() for kl, _ in points)
-    most = len(by(runs, "seed"))
-    fewer = "".join(f"; {name}: {len(seeds)}" for name, seeds in methods.items() if len(seeds) < most)
     captions = {
-        "figure": f"{most} seeds{fewer}. (a) Each evaluation of each run up to {FURTHEST:g} nats; steps join the best "
-        f"ones of all seeds, which are not what is judged; {beyond} evaluations lie further. The reward scored "
-        f"{texts:,} texts in a run, or as many as a name says. (b) The most reward within a budget, medians of the "
-        "seeds, bands from the lower to the upper quartile. Black: the best reward at each KL, estimated by samples "
-        "that follow the optimal policies, with its standard error (grey); dotted: the best of 1, 2, 4, ... samples "
-        "of the reference.",
+        "figure": "The most reward within a budget of KL: medians of the seeds, bands from the lower to the upper "
+        f"quartile. {', '.join(counts_of_seeds(methods))}. Dots: all evaluations up to {FURTHEST:g} nats; {beyond} lie "
+        "further. Black: the best reward at each KL, estimated by samples that follow the optimal policies, with its "
+        "standard error (grey); dotted: the best of 1, 2, 4, ... samples of the reference.",
     }
-    samples = samples_of({name: group[0] for name, group in groups.items()})
+    samples = samples_of({names[key]: group[0] for key, group in groups.items()})
     figures = {"figure": figure(methods, references)}
     if optimum is not None:
         figures["efficiency"] = efficiency_figure(methods, optimum)
@@ -89,7 +93,7 @@ def claims_about() -> Iterator[Claim]:
             scale=SCALE,
             place=PLACE,
         )
-    for first, second in (("GRPO", "PPO"), ("DPO", "GRPO"), ("RAFT", "PPO")):
+    for first, second in OURS:
         yield Claim(
             f"within {BUDGETS[1]:g} nats {first} gets more reward than {second}",
             (within(BUDGETS[1], first), within(BUDGETS[1], second)),
@@ -105,8 +109,8 @@ def claims_about() -> Iterator[Claim]:
         origin="ours",
     )
     yield Claim(
-        f"within {BUDGETS[1]:g} nats DPO gets more reward than SFT on the chosen",
-        (within(BUDGETS[1], "DPO"), within(BUDGETS[1], "SFT on the chosen")),
+        f"within {BUDGETS[1]:g} nats DPO gets more reward than {SFT}",
+        (within(BUDGETS[1], "DPO"), within(BUDGETS[1], SFT)),
         "more",
         **margin_fields(PAPER, "reward"),
         scale=SCALE,
@@ -152,7 +156,7 @@ def method_of(run: Run) -> str:
         loss = run.config["loss_type"]
         return NAMES.get(loss, str(loss))
     if "init_kl_coef" not in run.config:
-        return "SFT on the chosen"
+        return SFT
     return SLOW_PPO if run.config["batch_size"] <= SMALL_GAIN * run.config["horizon"] else "PPO"
 
 
@@ -160,7 +164,10 @@ def points_of(run: Run) -> list[Point]:
     """Returns (KL, reward) of every evaluation, from the reference, whose KL is 0, to the end of training."""
     kls, rewards = run.curve("eval_kl", "eval_reward")
     ends = [(0.0, run.summary["reward_before"]), (run.summary["kl"], run.summary["reward"])]
-    return sorted({*zip(kls, rewards, strict=True), *ends})
+    points = sorted({*zip(kls, rewards, strict=True), *ends})
+    if not all(map(isfinite, chain(*points))):
+        raise ValueError(f"{run.folder}: an evaluation is no finite number: {points}. Leave out this run, and say so.")
+    return points
 
 
 def texts_of(run: Run) -> int:
@@ -169,15 +176,24 @@ def texts_of(run: Run) -> int:
     return int(run.config["steps"] * run.config["batch_size"] if is_ppo else run.summary["scored_texts"])
 
 
-def by_method(runs: Sequence[Run], fewest: int) -> dict[str, list[Run]]:
-    """Groups runs by method; those with more scored texts than the fewest are another method."""
-    groups: dict[str, list[Run]] = {}
+def by_texts_and_method(runs: Sequence[Run]) -> dict[tuple[int, str], list[Run]]:
+    """Groups runs by the number of scored texts, the fewest first, and by method."""
+    groups: dict[tuple[int, str], list[Run]] = {}
     for run in runs:
-        texts = texts_of(run)
-        name = method_of(run) if texts == fewest else f"{method_of(run)}, {texts:,} texts"
-        groups.setdefault(name, []).append(run)
-    order = [*NAMES.values(), "PPO", "GRPO", "SFT on the chosen", "RAFT", SLOW_PPO]
-    return {name: groups[name] for name in sorted(groups, key=lambda name: [*order, name].index(name))}
+        groups.setdefault((texts_of(run), method_of(run)), []).append(run)
+    order = [*NAMES.values(), "PPO", "GRPO", SFT, "RAFT", SLOW_PPO]
+    return {key: groups[key] for key in sorted(groups, key=lambda key: (key[0], [*order, key[1]].index(key[1])))}
+
+
+def counts_of_seeds(methods: Methods) -> list[str]:
+    """How many seeds the methods have: "256 texts: 16 seeds (SFT: 8)"."""
+    words = []
+    for texts in dict.fromkeys(texts for texts, _ in methods):
+        counts = {method: len(seeds) for (each, method), seeds in methods.items() if each == texts}
+        most = max(counts.values())
+        fewer = [f"{method}: {count}" for method, count in counts.items() if count < most]
+        words.append(f"{texts:,} texts: {most} seed{'s' * (most > 1)}" + (f" ({', '.join(fewer)})" if fewer else ""))
+    return words
 
 
 def points_by_seed(runs: Sequence[Run]) -> Seeds:
@@ -194,54 +210,74 @@ def efficiency(points: Sequence[Point], budget: float, optimum: Frontier) -> flo
     return share
 
 
-def figure(methods: Mapping[str, Seeds], references: Mapping[str, Frontier]) -> plt.Figure:
-    """Plots all points, and the most reward within each budget.
+def figure(methods: Methods, references: Mapping[str, Frontier]) -> plt.Figure:
+    """Plots all points and the most reward within each budget, in a panel for each number of scored texts.
 
     Args:
         methods: their points.
         references: curves to compare with: attainable, best of n; or none.
     """
-    plot, (every, best) = panels(("all evaluations", "the most reward within a budget"), height=4.8)
-    frontier(every, {name: [point for seed in seeds.values() for point in seed] for name, seeds in methods.items()})
-    plot_within(best, methods, [FURTHEST * i / 48 for i in range(49)])
-    for axis in (every, best):
-        axis.get_legend().remove()  # one below the panels names the lines of both
+    plot, axes = panels_by_texts(methods, [FURTHEST * i / 48 for i in range(49)], best_within)
+    for axis, texts in axes.items():
+        for (each, method), seeds in methods.items():
+            if each == texts:
+                points = [point for of_seed in seeds.values() for point in of_seed]
+                axis.scatter(*zip(*points, strict=True), s=5, alpha=0.3, linewidths=0, color=color_of(methods, method))
         for (name, curve), dots in zip(references.items(), ("-", ":"), strict=False):
             axis.plot(curve.kls, curve.rewards, dots, color="black", linewidth=1.2, label=name)
             if curve.errors is not None:
                 low, high = curve.rewards - curve.errors, curve.rewards + curve.errors
                 axis.fill_between(curve.kls, low, high, color="black", alpha=0.15, linewidth=0)
         axis.set_xlim(-0.5, FURTHEST)
-        axis.set_xlabel("KL to the reference (nats per response)")
-        axis.set_ylabel("reward of held-out openings (VADER, -1 to 1)")
-    plot.legend(*every.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    return plot
+    return finished(plot, [*axes], "reward of held-out openings (VADER, -1 to 1)")
 
 
-def efficiency_figure(methods: Mapping[str, Seeds], optimum: Frontier) -> plt.Figure:
-    """Plots each method's share of the attainable gain within each budget."""
-    plot, axis = plt.subplots(figsize=(5.5, 4.8), layout="constrained")
+def efficiency_figure(methods: Methods, optimum: Frontier) -> plt.Figure:
+    """Plots each method's share of the attainable gain within each budget, in the same panels."""
     farthest = min(FURTHEST, float(optimum.kls[-1]))
-    plot_within(axis, methods, [farthest * i / 48 for i in range(2, 49)], optimum)
-    axis.get_legend().remove()
-    plot.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    axis.set_xlabel("KL to the reference (nats per response)")
-    axis.set_ylabel("share of the attainable gain")
+    budgets = [farthest * i / 48 for i in range(2, 49)]
+    plot, axes = panels_by_texts(methods, budgets, lambda points, budget: efficiency(points, budget, optimum))
+    return finished(plot, [*axes], "share of the attainable gain")
+
+
+def panels_by_texts(
+    methods: Methods, budgets: Sequence[float], value: Callable[[Sequence[Point], float], float]
+) -> tuple[plt.Figure, dict[Axes, int]]:
+    """Plots a value within each budget of the methods' points; returns the panels with their numbers of texts."""
+    counts = list(dict.fromkeys(texts for texts, _ in methods))
+    plot, axes = panels([f"{texts:,} scored texts a run" for texts in counts], height=4.8, sharey=True)
+    for axis, count in zip(axes, counts, strict=True):
+        group = {method: seeds for (texts, method), seeds in methods.items() if texts == count}
+        axis.set_prop_cycle(color=[color_of(methods, method) for method in group])
+        curves(
+            axis,
+            {
+                name: [(budgets, [value(points, budget) for budget in budgets]) for points in seeds.values()]
+                for name, seeds in group.items()
+            },
+        )
+        for line, method in zip(axis.lines, group, strict=True):
+            line.set_label(method)  # the caption counts the seeds
+    return plot, dict(zip(axes, counts, strict=True))
+
+
+def color_of(methods: Methods, method: str) -> str:
+    """A method's colour, the same in all panels."""
+    colors: list[str] = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+    return colors[list(dict.fromkeys(each for _, each in methods)).index(method)]
+
+
+def finished(plot: plt.Figure, axes: Sequence[Axes], label: str) -> plt.Figure:
+    """Labels the axes, and puts one legend below the panels."""
+    lines: dict[str, Artist] = {}
+    for axis in axes:
+        axis.get_legend().remove()
+        axis.set_xlabel("KL to the reference (nats per response)")
+        handles, names = axis.get_legend_handles_labels()
+        lines |= dict(zip(names, handles, strict=True))
+    axes[0].set_ylabel(label)
+    plot.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return plot
-
-
-def plot_within(
-    axis: Axes, methods: Mapping[str, Seeds], budgets: Sequence[float], optimum: Frontier | None = None
-) -> None:
-    """Plots each method's best reward within the budgets, or its efficiency if there is an optimum."""
-    value = best_within if optimum is None else lambda points, budget: efficiency(points, budget, optimum)
-    curves(
-        axis,
-        {
-            name: [(budgets, [value(points, budget) for budget in budgets]) for points in seeds.values()]
-            for name, seeds in methods.items()
-        },
-    )
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from PIL import Image
 from experiments.figures import (
     curves,
     file_of,
-    frontier,
-    frontier_points,
     median_and_quartiles,
     on_common_x,
     panels,
@@ -96,45 +94,6 @@ def test_curves_draw_the_median_and_the_band_between_the_quartiles(axis):
     corners = {tuple(corner) for corner in band.get_paths()[0].vertices.tolist()}
     assert corners == {(0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (0.0, 7.0), (1.0, 8.0), (2.0, 9.0)}
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["PPO (3 seeds)", "DPO"]
-
-
-# Frontiers -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("points", "best"),
-    [
-        ([(3, 3), (1, 1), (2, 2)], [(1, 1), (2, 2), (3, 3)]),
-        ([(1, 3), (2, 2), (3, 1)], [(1, 3)]),
-        ([(2, 1), (1, 1), (1, 2), (4, 3), (3, 0)], [(1, 2), (4, 3)]),
-        ([(1, 5), (2, 5), (1, 5)], [(1, 5)]),
-        ([(0, -2), (5, -1)], [(0, -2), (5, -1)]),
-    ],
-)
-def test_frontier_of_a_few_points(points: list, best: list):
-    assert frontier_points(points) == best
-
-
-def test_every_point_is_on_the_frontier_or_beaten_by_one_that_is():
-    points = [(float(x), float(y)) for x, y in np.random.default_rng(0).integers(0, 12, (80, 2))]
-    best = frontier_points(points)
-    beats = [[x <= a and y >= b and (x, y) != (a, b) for x, y in best] for a, b in points]
-    assert all(any(row) != (point in best) for row, point in zip(beats, points, strict=True))
-
-
-@pytest.mark.parametrize(("points", "words"), [([], "no point"), ([(1.0, 2.0), (float("nan"), 3.0)], "diverged")])
-def test_no_point_and_a_point_that_is_no_number_are_refused(points: list, words: str):
-    with pytest.raises(ValueError, match=words):
-        frontier_points(points)
-
-
-def test_frontier_draws_all_points_and_the_stairs_above_them(axis):
-    frontier(axis, {"PPO": [(3, 1), (1, 2), (2, 4)], "DPO": [(1, 1)]})
-    np.testing.assert_allclose(axis.collections[0].get_offsets(), [[3, 1], [1, 2], [2, 4]])
-    stairs = axis.lines[0]
-    np.testing.assert_allclose(stairs.get_xydata(), [[1, 2], [2, 4]])
-    assert stairs.get_drawstyle() == "steps-post"
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["PPO", "DPO"]
 
 
 # Pictures --------------------------------------------------------------------------------------------------------

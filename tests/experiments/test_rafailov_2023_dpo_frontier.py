@@ -234,7 +234,7 @@ def test_the_efficiency_is_of_the_attainable_gain_within_its_range(tmp_path: Pat
     monkeypatch.setattr(report, "reference_curves", lambda runs: {"attainable": curve, "best of n": curve})
     page = read([run_of(tmp_path, "DPO", 3, (2, 0.3))])
     measured = page.measured
-    assert [line.get_label() for line in page.figures["figure"].axes[1].lines][1:] == ["attainable", "best of n"]
+    assert [line.get_label() for line in page.figures["figure"].axes[0].lines] == ["DPO", "attainable", "best of n"]
     assert measured["efficiency within 2 nats, DPO"] == {3: pytest.approx(0.5)}  # 0.2 of 0.4
     assert "efficiency within 4 nats, DPO" not in measured
 
@@ -250,7 +250,27 @@ def test_a_method_with_more_scored_texts_is_another_method(tmp_path: Path):
     page = read([*runs, run_of(tmp_path, "PPO", 0, (2, 0.5))])
     best = {name.split("nats, ")[1]: seeds[0] for name, seeds in page.measured.items() if "within 2" in name}
     assert best == {"DPO": 0.3, "PPO": 0.5, "DPO, 1,200 texts": 0.6}
-    assert "The reward scored 12 texts in a run" in page.captions["figure"]
+    assert "12 texts: 1 seed, 1,200 texts: 1 seed." in page.captions["figure"]
+    few, many = page.figures["figure"].axes
+    assert [axis.get_title() for axis in (few, many)] == ["(a) 12 scored texts a run", "(b) 1,200 scored texts a run"]
+    assert [line.get_label() for line in few.lines] == ["DPO", "PPO"]
+    assert [line.get_label() for line in many.lines] == ["DPO"]
+    assert few.lines[0].get_color() == many.lines[0].get_color() != few.lines[1].get_color()
+    np.testing.assert_allclose(many.collections[0].get_offsets(), [[0, 0.1], [2, 0.6]])
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_the_caption_counts_seeds_and_the_points_beyond_the_figure(tmp_path: Path):
+    runs = [run_of(tmp_path, "DPO", seed, (2, 0.3), (13, 0.4)) for seed in (0, 1)]
+    caption = read([*runs, run_of(tmp_path, "PPO", 0, (2, 0.5))]).captions["figure"]
+    assert "12 texts: 2 seeds (PPO: 1)." in caption
+    assert "up to 12 nats; 2 lie further" in caption
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_a_run_that_diverged_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"finite number: .*nan.* Leave out this run"):
+        read([run_of(tmp_path, "DPO", 0, (float("nan"), 0.3), (2, 0.4))])
 
 
 @pytest.mark.usefixtures("no_curves")
