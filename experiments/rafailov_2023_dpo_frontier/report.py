@@ -128,7 +128,7 @@ def claims_about() -> Iterator[Claim]:
 
 def claims_about_texts() -> Iterator[Claim]:
     """Our claims about more scored texts, and the paper's with these."""
-    for method in ("PPO", "DPO"):
+    for method in ("PPO", "DPO", "GRPO", "RAFT", SFT):
         yield Claim(
             f"within {BUDGETS[1]:g} nats {method} gets more reward from {MORE} a run than from 256",
             (within(BUDGETS[1], f"{method}, {MORE}"), within(BUDGETS[1], method)),
@@ -136,14 +136,23 @@ def claims_about_texts() -> Iterator[Claim]:
             **margin_fields(PAPER, "reward"),
             origin="ours",
         )
-    yield Claim(
-        f"within {BUDGETS[1]:g} nats DPO gets more reward than PPO, each from {MORE} a run",
-        (within(BUDGETS[1], f"DPO, {MORE}"), within(BUDGETS[1], f"PPO, {MORE}")),
-        "more",
-        **margin_fields(PAPER, "reward"),
-        scale=f"15M parameters and {MORE} a run",
-        place=PLACE,
-    )
+    for first, second in (("DPO", "PPO"), ("DPO", SFT)):
+        yield Claim(
+            f"within {BUDGETS[1]:g} nats {first} gets more reward than {second}, each from {MORE} a run",
+            (within(BUDGETS[1], f"{first}, {MORE}"), within(BUDGETS[1], f"{second}, {MORE}")),
+            "more",
+            **margin_fields(PAPER, "reward"),
+            scale=f"15M parameters and {MORE} a run",
+            place=PLACE,
+        )
+    for first, second in OURS:
+        yield Claim(
+            f"within {BUDGETS[1]:g} nats {first} gets more reward than {second}, each from {MORE} a run",
+            (within(BUDGETS[1], f"{first}, {MORE}"), within(BUDGETS[1], f"{second}, {MORE}")),
+            "more",
+            **margin_fields(PAPER, "reward"),
+            origin="ours",
+        )
 
 
 def method_of(run: Run) -> str:
