@@ -19,7 +19,7 @@ from trimtab_lm.sampling.backends import (
     ContinuousBatchingRollout,
     TransformersRollout,
 )
-from trimtab_lm.sampling.rollout import SamplingSettings, StaleWeightsError
+from trimtab_lm.sampling.rollout import DISTORTIONS, PLAIN_SAMPLING, SamplingSettings, StaleWeightsError
 
 PROMPTS = tiny.rows(5, 1, 9)
 
@@ -240,6 +240,11 @@ def test_an_end_token_that_the_generation_config_gets_later_ends_completions():
         {"sequence_bias": [[[5], 8.0]]},
         {"exponential_decay_length_penalty": (1, 3.0)},
         {"watermarking_config": WatermarkingConfig(bias=9.0)},
+        {"min_new_tokens": 8},
+        {"bad_words_ids": [[token] for token in range(5, 20)]},
+        {"suppress_tokens": list(range(5, 20))},
+        {"begin_suppress_tokens": list(range(5, 20))},
+        {"forced_eos_token_id": 5},
     ],
     ids=lambda setting: next(iter(setting)),
 )
@@ -260,6 +265,18 @@ def test_settings_of_the_models_own_generation_config_do_not_bend_the_distributi
     model = tiny.llama()
     model.generation_config.update(top_k=1, temperature=0.1, repetition_penalty=3.0)
     bent, straight = sample(plain(1), model, generations=20), sample(plain(1), tiny.llama(), generations=20)
+    assert [row.tolist() for row in bent.completions] == [row.tolist() for row in straight.completions]
+
+
+def test_every_setting_that_is_reported_is_off_unless_the_caller_sets_it():
+    assert DISTORTIONS.keys() <= PLAIN_SAMPLING.keys()
+
+
+def test_continuous_batching_leaves_out_the_tokens_that_the_model_forbids_or_forces():
+    model, forbidden = tiny.llama(), list(range(5, 20))
+    straight = sample(continuous(), model)
+    vars(model.generation_config).update(suppress_tokens=forbidden, min_new_tokens=4, forced_eos_token_id=5)
+    bent = sample(continuous(), model)
     assert [row.tolist() for row in bent.completions] == [row.tolist() for row in straight.completions]
 
 

@@ -33,6 +33,12 @@ PLAIN_SAMPLING = {
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
     "min_length": 0,
+    "min_new_tokens": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
     "num_beams": 1,
     "num_return_sequences": 1,
 }
@@ -166,8 +172,8 @@ def sampling_config(
     The latter are the kwargs that are not generation settings, and the tokenizer where there are stop strings.
 
     Sampling is plain unless `kwargs` say otherwise: a `top_k` or `top_p` of the model's own generation config, or
-    transformers' default top_k of 50, would make the sampler another policy than the one that is trained. Token ids
-    and lengths come from the model's generation config. `top_k=0.0` and `min_length=-1` mean off.
+    transformers' default top_k of 50, would make the sampler another policy than the one that is trained, and so would
+    tokens that it forbids or forces. End tokens and the length limit come from it. `top_k=0.0` and `min_length=-1` mean off.
     """
     config = GenerationConfig(pad_token_id=padding_id(tokenizer))
     if "top_k" in kwargs:
