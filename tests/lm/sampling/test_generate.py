@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from trimtab_lm.sampling.generate import cut_at_eos, response_texts
-from trimtab_lm.sampling.rollout import sampling_config
+from trimtab_lm.sampling.rollout import PLAIN_SAMPLING, SamplingSettings, sampling_config
 from trimtab_lm.tokens.layout import pad
 
 EOS, PAD = 1, 0
@@ -75,7 +75,7 @@ def test_texts_of_an_ordinary_tokenizer_are_those_of_the_responses():
 
 
 def test_of_two_least_lengths_generate_gets_the_one_that_it_follows():
-    def least(**settings: int) -> tuple[int | None, int | None]:
+    def least(**settings: int | None) -> tuple[int | None, int | None]:
         config, _ = sampling_config(tiny.llama(), tiny.tokenizer(), max_new_tokens=6, **settings)
         return config.min_new_tokens, config.min_length
 
@@ -83,3 +83,12 @@ def test_of_two_least_lengths_generate_gets_the_one_that_it_follows():
     assert least(min_new_tokens=3) == (3, None)
     assert least(min_new_tokens=0, min_length=-1) == (None, 0)
     assert least(min_length=4) == (None, 4)
+    assert least(min_length=None, min_new_tokens=None) == (None, 0)
+
+
+def test_none_leaves_each_sampling_setting_off():
+    settings = dict.fromkeys(PLAIN_SAMPLING)
+    config, _ = sampling_config(tiny.llama(), tiny.tokenizer(), do_sample=True, max_new_tokens=6, **settings)
+    plain, _ = sampling_config(tiny.llama(), tiny.tokenizer(), do_sample=True, max_new_tokens=6)
+    assert config.to_dict() == plain.to_dict()
+    assert SamplingSettings.of(settings | {"max_new_tokens": 6}) == SamplingSettings(max_completion_length=6)

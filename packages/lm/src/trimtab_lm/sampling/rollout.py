@@ -164,6 +164,14 @@ def check_room(
     positions.check_sample(longest, settings.max_completion_length, is_encoder_decoder=False, remedy=ways)
 
 
+def said(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without those of `PLAIN_SAMPLING` that set nothing: None, and a `min_length` of 0 or -1."""
+    kept = {name: value for name, value in settings.items() if value is not None or name not in PLAIN_SAMPLING}
+    if kept.get("min_length", 1) <= 0:
+        del kept["min_length"]
+    return kept
+
+
 def sampling_config(
     model: Any, tokenizer: PreTrainedTokenizerBase, **kwargs: Any
 ) -> tuple[GenerationConfig, dict[str, Any]]:
@@ -173,13 +181,12 @@ def sampling_config(
 
     Sampling is plain unless `kwargs` say otherwise: a `top_k` or `top_p` of the model's own generation config, or
     transformers' default top_k of 50, would make the sampler another policy than the one that is trained, and so would
-    tokens that it forbids or forces. End tokens and the length limit come from it. `top_k=0.0` and `min_length=-1` mean off.
+    tokens that it forbids or forces. End tokens and the length limit come from it. None, `top_k=0.0` and
+    `min_length=-1` mean off.
     """
-    config = GenerationConfig(pad_token_id=padding_id(tokenizer))
+    config, kwargs = GenerationConfig(pad_token_id=padding_id(tokenizer)), said(kwargs)
     if "top_k" in kwargs:
-        kwargs["top_k"] = int(kwargs["top_k"] or 0)
-    if "min_length" in kwargs:
-        kwargs["min_length"] = max(int(kwargs["min_length"]), 0)
+        kwargs["top_k"] = int(kwargs["top_k"])
     defaults = {name: value for name, value in model.generation_config.to_dict().items() if name not in PLAIN_SAMPLING}
     if "max_new_tokens" in kwargs:
         defaults["max_length"] = None
@@ -257,6 +264,7 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        object.__setattr__(self, "generation_kwargs", said(self.generation_kwargs))
         if "do_sample" in self.generation_kwargs:
             raise ValueError("generation_kwargs sets do_sample: completions are always sampled; top_k=1 is greedy.")
         if owned := sorted(OWNED.intersection(self.generation_kwargs)):
@@ -272,7 +280,9 @@ class SamplingSettings:
         Args:
             generation_kwargs: `max_new_tokens`, `temperature` and so on, under their names in GenerationConfig.
         """
-        kwargs = {name: value for name, value in generation_kwargs.items() if (name, value) != ("do_sample", True)}
+        kwargs = said(generation_kwargs)
+        if kwargs.get("do_sample"):
+            del kwargs["do_sample"]
         kwargs.pop("pad_token_id", None)  # masks mark padding by its place
         if "max_new_tokens" in kwargs:
             kwargs["max_completion_length"] = kwargs.pop("max_new_tokens")

@@ -180,9 +180,7 @@ def sampling_params(
     settings: SamplingSettings, eos_ids: Sequence[int], *, n: int, seed: int, number: int
 ) -> dict[str, Any]:
     """Arguments of `vllm.SamplingParams` for a prompt's number; each generation gets its own seed."""
-    own = dict(settings.generation_kwargs)
-    if own.get("min_length") in (None, 0, -1):  # transformers' name, where it says that there is no least length
-        own.pop("min_length", None)
+    own = settings.generation_kwargs
     return {
         "n": n,
         "max_tokens": settings.max_completion_length,
