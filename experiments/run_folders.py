@@ -24,7 +24,7 @@ from trimtab_common.config import parse_config, read_settings, to_flat_dict
 from trimtab_common.run_record import folder_of_trial
 from trimtab_common.sealing import checkpoints, keep_under_other_name
 from trimtab_common.seeding import private_rng
-from trimtab_lm.sampling.generate import eos_token_ids, generate
+from trimtab_lm.sampling.generate import generate
 from trimtab_lm.sampling.rollout import sampling_config
 
 WANDB_VARIABLES = {"group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE"}
@@ -186,10 +186,9 @@ def sampled_ids(
     """`sampled` for prompts of token ids, each [Q]."""
     settings = {"do_sample": True, "max_new_tokens": max_new_tokens, **settings}
     config, rest = sampling_config(model, tokenizer, **settings)
-    eos = eos_token_ids(model, tokenizer.eos_token_id, config)
     was_training, _ = model.training, model.eval()
     with private_rng(seed, model.device):
-        rows = generate(model, queries, config, eos_ids=eos, batch_size=batch_size, return_prompt=False, **rest)
+        rows = generate(model, queries, config, batch_size=batch_size, return_prompt=False, **rest)
     model.train(was_training)
     return rows
 

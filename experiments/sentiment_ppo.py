@@ -19,7 +19,7 @@ from experiments.samples import write_answers
 from experiments.sentiment import sentiment
 from trimtab_common.config import to_flat_dict
 from trimtab_lm import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, set_seed
-from trimtab_lm.sampling.generate import eos_token_ids
+from trimtab_lm.sampling.rollout import eos_token_ids
 
 REWARD, KL = "ppo/mean_scores", "objective/kl"
 EVAL_REWARD, EVAL_KL = "eval_reward", "eval_kl"

@@ -23,8 +23,7 @@ from experiments.shao_2024_grpo.exact import line_probabilities
 from experiments.shao_2024_grpo.variance import gradient_variances
 from trimtab_lm.grpo import GRPOConfig, GRPOTrainer
 from trimtab_lm.interface import Model
-from trimtab_lm.sampling.generate import eos_token_ids
-from trimtab_lm.sampling.rollout import Rollout, RolloutBackend
+from trimtab_lm.sampling.rollout import Rollout, RolloutBackend, eos_token_ids
 
 PAPER = "shao_2024_grpo"
 RECIPE = Path(__file__).with_name("recipe.yaml")

@@ -86,6 +86,16 @@ def test_log_probabilities_are_taken_at_the_temperature_of_the_backend():
         tiny.ppo(temperature=0.7, arguments={"rollout": Recorder(temperature=0.5)}).generate(QUERIES)
 
 
+@pytest.mark.parametrize("name", ["eos_token_id", "stop_token_ids"])
+def test_an_end_token_of_the_backends_settings_ends_a_response(name):
+    recorder = Recorder()
+    recorder.settings = SamplingSettings(3, generation_kwargs={name: [6]})
+    trainer = tiny.ppo(arguments={"rollout": recorder}, missing_eos_penalty=1.0, use_score_scaling=True)
+    responses = trainer.generate(QUERIES, return_prompt=False)  # each ends in 6
+    trainer.step(QUERIES, responses, [0.0, 1.0, 2.0, 3.0])
+    assert trainer.running.mean == 1.5  # of the scores, of which nothing was subtracted
+
+
 def test_every_rollout_has_the_weights_of_its_step_and_a_seed_of_its_own():
     backend = Recorder()
     trainer = tiny.ppo(arguments={"dataset": data(), "rollout": backend}, steps=3, learning_rate=1e-2)

@@ -16,7 +16,7 @@ from transformers.utils import find_adapter_config_file
 from trimtab_common.seeding import set_seed
 from trimtab_lm.data.tokenization import encode_prompt
 from trimtab_lm.models.loading import AutoModel, load_model
-from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
+from trimtab_lm.sampling.generate import generate, response_texts
 from trimtab_lm.sampling.rollout import sampling_config
 
 from .places import refuse_missing_path
@@ -119,8 +119,7 @@ class Speaker:
             ids = [*ids, self.tokenizer.eos_token_id]
         query = torch.tensor(ids, device=self.model.device)
         config, rest = sampling_config(self.model, self.tokenizer, **sampling)
-        eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
-        responses = generate(self.model, [query], config, eos_ids=eos_ids, batch_size=1, return_prompt=False, **rest)
+        responses = generate(self.model, [query], config, batch_size=1, return_prompt=False, **rest)
         options = {"is_encoder_decoder": bool(self.model.config.is_encoder_decoder)}
         (reply,) = response_texts(self.tokenizer, [query], responses, **options)
         self.messages = [*talk, {"role": "assistant", "content": reply.strip()}]

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from trimtab_lm.sampling.fast.loop import LARGE_VOCABULARY, LOOK_EVERY, draw, draw_by_inversion
-from trimtab_lm.sampling.generate import Completer, cut_at_eos, eos_token_ids
-from trimtab_lm.sampling.rollout import sampling_config
+from trimtab_lm.sampling.generate import Completer, cut_at_eos
+from trimtab_lm.sampling.rollout import eos_token_ids, sampling_config
 from trimtab_lm.tokens.layout import pad
 
 LIMIT = 12

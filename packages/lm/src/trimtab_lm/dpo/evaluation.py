@@ -15,7 +15,7 @@ from trimtab_common.stats import gather_over_ranks, world_size
 from trimtab_lm.data.formats import Row
 from trimtab_lm.interface import Data, Model
 from trimtab_lm.models.reference import Reference
-from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
+from trimtab_lm.sampling.generate import generate, response_texts
 from trimtab_lm.sampling.rollout import sampling_config
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.positions import Positions
@@ -90,8 +90,7 @@ def _sampled_texts(trainer: Any, model: Model, prompts: Sequence[Tensor]) -> lis
     if room is not None:  # a table of shorter answers is better than a run that ends in its evaluation
         generation.max_new_tokens = min(generation.max_new_tokens, max(room, 1))
     seed = sampling_seed(config.seed, rank=config.process_index, draw=trainer.state.global_step)
-    eos_ids = eos_token_ids(model, tokenizer.eos_token_id, generation)
     options = {"batch_size": config.per_device_eval_batch_size, "return_prompt": False, **rest}
     with private_rng(seed, model.device):
-        answers = generate(model, prompts, generation, eos_ids=eos_ids, **options)
+        answers = generate(model, prompts, generation, **options)
     return response_texts(tokenizer, prompts, answers, is_encoder_decoder=is_encoder_decoder)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_rich_available
 
 from trimtab_lm.data.tokenization import begins_with_bos
-from trimtab_lm.sampling.generate import eos_token_ids, generate
+from trimtab_lm.sampling.generate import generate
 from trimtab_lm.sampling.rollout import sampling_config
 from trimtab_lm.tokens.dropout import without_dropout
 
@@ -264,7 +264,6 @@ class TextEnvironment:
                 model,
                 list(query_tensors),
                 config,
-                eos_ids=eos_token_ids(model, self.tokenizer.eos_token_id, config),
                 batch_size=batch_size,
                 return_prompt=False,
                 **rest,

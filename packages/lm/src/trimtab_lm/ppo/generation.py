@@ -12,8 +12,15 @@ from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_lm.data.formats import Row
 from trimtab_lm.data.prompts import upcoming_queries
 from trimtab_lm.sampling.backends import make_backend
-from trimtab_lm.sampling.generate import eos_token_ids, generate, response_texts
-from trimtab_lm.sampling.rollout import Notes, RolloutBackend, SamplingSettings, roll_out, sampling_config
+from trimtab_lm.sampling.generate import generate, response_texts
+from trimtab_lm.sampling.rollout import (
+    Notes,
+    RolloutBackend,
+    SamplingSettings,
+    eos_token_ids,
+    roll_out,
+    sampling_config,
+)
 from trimtab_lm.sampling.rollout import Rollout as Sampled
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.ids import check_ids, vocabulary_size
@@ -97,8 +104,8 @@ class Sampler:
             if config.do_sample:
                 self._take_temperature(config.temperature)
             self._note(config)
-            self.eos_ids = eos_token_ids(model, self.tokenizer.eos_token_id, config)
-            return generate(model, queries, config, eos_ids=self.eos_ids, **rest, **options)
+            self.eos_ids = rest["eos_ids"]
+            return generate(model, queries, config, **rest, **options)
 
     def _from_backend(self, backend: RolloutBackend, queries: list[Tensor], rows: Sequence[Row]) -> Sampled:
         """One response to each query, by the policy's present weights; see `roll_out`.
@@ -107,7 +114,7 @@ class Sampler:
         """
         check_ids("queries", queries, vocabulary_size(self.policy.pretrained_model))
         self._take_temperature(backend.settings.temperature)
-        self.eos_ids = eos_token_ids(self.policy.pretrained_model, self.tokenizer.eos_token_id)
+        self.eos_ids = backend.settings.end_tokens(self.policy.pretrained_model, self.tokenizer)
         seed = self._next_seed()
         with whole_models(self.policy):
             backend.sync(self.policy.pretrained_model, self.calls)

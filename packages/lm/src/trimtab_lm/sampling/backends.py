@@ -15,7 +15,7 @@ from trimtab_common.seeding import private_rng
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.compat.models import attention_of
 from trimtab_lm.interface import Model, base_of, learns_prompt
-from trimtab_lm.sampling.generate import AS_MANY_AS_FIT, Completer, eos_token_ids
+from trimtab_lm.sampling.generate import AS_MANY_AS_FIT, Completer
 from trimtab_lm.sampling.rollout import (
     Notes,
     Rollout,
@@ -125,9 +125,8 @@ class TransformersRollout:
         config, rest = self.settings.config(model, self.tokenizer)
         self._note(config)
         self.is_plain = not distortions(config)
-        eos_ids = eos_token_ids(model, self.tokenizer.eos_token_id, config)
         batch_size, shares = self.batch_size, self.share_prompts
-        self.complete = Completer(model, config, eos_ids=eos_ids, batch_size=batch_size, share_prompts=shares, **rest)
+        self.complete = Completer(model, config, batch_size=batch_size, share_prompts=shares, **rest)
         self.model, self._generation_config = model, copy.deepcopy(model.generation_config)
 
     @torch.no_grad()
@@ -198,8 +197,7 @@ class ContinuousBatchingRollout:
     def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
         require_version(self.version, version)
         check_room(Positions.of(self.model), prompts, self.settings)
-        config = self._config(num_generations)
-        eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
+        config, eos_ids = self._config(num_generations)
         config.eos_token_id = eos_ids or -1
         attention = attention_of(self.model)
         rng = private_rng(seed, self.model.device)
@@ -217,8 +215,9 @@ class ContinuousBatchingRollout:
             [torch.tensor(output.logprobs, device=device) for output, device in pairs],
         )
 
-    def _config(self, num_generations: int) -> GenerationConfig:
+    def _config(self, num_generations: int) -> tuple[GenerationConfig, list[int]]:
         config, rest = self.settings.config(self.model, self.tokenizer)
+        eos_ids = rest.pop("eos_ids")
         ignored = [line for line in distortions(config) if not line.startswith(("top_k=", "top_p="))]
         if rest.pop("tokenizer", None):
             ignored.append("stop_strings: it ends a completion by token ids alone")
@@ -230,7 +229,7 @@ class ContinuousBatchingRollout:
             )
         self._note(config)
         config.num_return_sequences = num_generations
-        return config
+        return config, eos_ids
 
     def _run(self, prompts: list[list[int]], config: GenerationConfig, seed: int) -> list[Any]:
         """transformers' outputs, group by group.

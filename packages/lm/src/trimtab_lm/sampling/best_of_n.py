@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trimtab_common.reward_checks import checked_scores
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.sharding import whole_weights
-from trimtab_lm.sampling.generate import Completer, eos_token_ids
+from trimtab_lm.sampling.generate import Completer
 from trimtab_lm.sampling.rollout import RolloutBackend, sampling_config
 from trimtab_lm.tokens.dropout import without_dropout
 
@@ -130,9 +130,7 @@ class BestOfNSampler:
             for length in sorted(set(lengths)):
                 chosen = [i for i, other in enumerate(lengths) if other == length]
                 config, rest = sampling_config(self.model, self.tokenizer, **settings | {"max_new_tokens": length})
-                eos_ids = eos_token_ids(self.model, self.tokenizer.eos_token_id, config)
-                complete = Completer(self.model, config, eos_ids=eos_ids, **rest)
-                samples = complete([queries[i] for i in chosen], self.sample_size)
+                samples = Completer(self.model, config, **rest)([queries[i] for i in chosen], self.sample_size)
                 for number, i in enumerate(chosen):
                     groups[i] = samples.completions[number * self.sample_size : (number + 1) * self.sample_size]
         return groups

@@ -54,13 +54,6 @@ class LengthSampler:
         return int(np.random.choice(self.values))
 
 
-def eos_token_ids(model: Any, tokenizer_eos: int | None, config: GenerationConfig | None = None) -> list[int]:
-    """Every token that ends a response: the generation config may name several (Llama 3, Gemma)."""
-    ids = (config or model.generation_config).eos_token_id
-    ids = tokenizer_eos if ids is None else ids
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
 def cut_at_eos(response: Tensor, eos_ids: Sequence[int], padding: int | None) -> Tensor:
     """`response` [R] up to its first end token, which stays; without one, less the `padding` tokens at its end."""
     ends = torch.isin(response, torch.tensor(eos_ids, dtype=response.dtype, device=response.device)).nonzero()

@@ -175,9 +175,10 @@ def said(settings: Mapping[str, Any]) -> dict[str, Any]:
 def sampling_config(
     model: Any, tokenizer: PreTrainedTokenizerBase, **kwargs: Any
 ) -> tuple[GenerationConfig, dict[str, Any]]:
-    """The complete generation config for `kwargs`, and the further arguments of the model's `generate`.
+    """The complete generation config for `kwargs`, and the further arguments of a `Completer`.
 
-    The latter are the kwargs that are not generation settings, and the tokenizer where there are stop strings.
+    The latter are the end tokens, the kwargs that are not generation settings, and the tokenizer where there are stop
+    strings.
 
     Sampling is plain unless `kwargs` say otherwise: a `top_k` or `top_p` of the model's own generation config, or
     transformers' default top_k of 50, would make the sampler another policy than the one that is trained, and so would
@@ -208,7 +209,7 @@ def sampling_config(
         )
     if config.stop_strings:
         rest.setdefault("tokenizer", tokenizer)
-    return config, rest
+    return config, {**rest, "eos_ids": eos_token_ids(model, tokenizer.eos_token_id, config)}
 
 
 TRUNCATED = "unlikely tokens are never drawn, so the KL is estimated on another distribution and drifts below 0"
@@ -306,6 +307,12 @@ class SamplingSettings:
         }
         return sampling_config(model, tokenizer, **chosen)
 
+    def end_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Every token that ends a completion; vLLM's `stop_token_ids` join those of the model."""
+        own = self.generation_kwargs
+        config = GenerationConfig(eos_token_id=own["eos_token_id"]) if "eos_token_id" in own else None
+        return [*eos_token_ids(model, tokenizer.eos_token_id, config), *(own.get("stop_token_ids") or ())]
+
 
 OWNED = {
     *("max_length", "max_new_tokens", "max_tokens", "max_time", "n", "num_beams", "num_return_sequences", "seed"),
@@ -325,6 +332,13 @@ class Notes:
             if line not in self._seen:
                 self._seen.add(line)
                 warnings.warn(f"The sampler is not the policy that is trained: {line}.", stacklevel=4)
+
+
+def eos_token_ids(model: Any, tokenizer_eos: int | None, config: GenerationConfig | None = None) -> list[int]:
+    """Every token that ends a response: the generation config may name several (Llama 3, Gemma)."""
+    ids = (config or model.generation_config).eos_token_id
+    ids = tokenizer_eos if ids is None else ids
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

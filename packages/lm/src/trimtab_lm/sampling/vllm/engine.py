@@ -15,7 +15,6 @@ from trimtab_common.seeding import load_rng_state, private_rng, rng_state, sampl
 from trimtab_common.sharding import whole_weights
 from trimtab_common.stats import world_size
 from trimtab_lm.interface import Model, base_of, decoder_config, learns_prompt
-from trimtab_lm.sampling.generate import eos_token_ids
 from trimtab_lm.sampling.rollout import Notes, Rollout, SamplingSettings, check_room, require_version
 from trimtab_lm.tokens.positions import Positions
 
@@ -150,7 +149,7 @@ class VLLMRollout:
         finally:
             load_rng_state(state)  # the engine seeds the global generators
         check_served(engine.collective_rpc("get_model_inspection")[0], base, where=f"The engine of {name}")
-        self.eos_ids = eos_token_ids(base, self.tokenizer.eos_token_id)
+        self.eos_ids = self.settings.end_tokens(base, self.tokenizer)
         self._device = base.device
         return engine
 
@@ -191,7 +190,7 @@ def sampling_params(
         "ignore_eos": True,  # ours end a completion, which the engine's own need not be
         "detokenize": "stop" in own,
         **own,
-        "stop_token_ids": [*eos_ids, *(own.get("stop_token_ids") or ())],
+        "stop_token_ids": list(eos_ids),
     }
 
 

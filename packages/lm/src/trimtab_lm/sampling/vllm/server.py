@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trimtab_common.sharding import whole_weights
 from trimtab_common.stats import everywhere, gather_over_ranks, rank
 from trimtab_lm.interface import Model
-from trimtab_lm.sampling.generate import eos_token_ids
 from trimtab_lm.sampling.rollout import (
     Notes,
     Rollout,
@@ -169,4 +168,4 @@ class VLLMServerRollout:
 
         lengths, devices = zip(*self.servers.of_each(check), strict=True)
         self.positions, self.devices = self.positions._replace(decoder=min(lengths)), set(devices)
-        self.eos_ids = eos_token_ids(policy, self.tokenizer.eos_token_id)
+        self.eos_ids = self.settings.end_tokens(policy, self.tokenizer)
