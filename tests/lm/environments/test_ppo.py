@@ -129,6 +129,7 @@ def test_train_is_the_rollout_and_a_step_with_its_masks_and_rewards():
     stepped.step(queries, sampled.completions, [0.0] * 4, masks, response_rewards=rewards)
     assert_same(weights_of(trained), weights_of(stepped))
     assert logs["env/reward_mean"] == logs["ppo/mean_scores"] == 4
+    assert trained.run.about["reward"] == "environment"
     assert (logs["environment/turns"], logs["environment/errors"], logs["environment/cut"]) == (2, 0, 0)
 
 

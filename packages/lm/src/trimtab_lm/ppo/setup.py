@@ -314,11 +314,16 @@ def run_of(trainer: Trainer, pending: Stateful | None) -> Run:
     return run
 
 
+def environment(completions: Sequence[str]) -> list[float]:
+    """The scores beside an environment, whose rewards are at the tokens."""
+    return [0.0] * len(completions)
+
+
 def rewards_of_run(trainer: Trainer, reward: Any, weights: Sequence[float] | None) -> RewardSet:
     """The reward functions of a run; none if an environment gives the rewards."""
     reward = trainer.config.reward_model if reward is None else reward
     if reward is None and not takes_rows(trainer.rollout):
         raise ValueError("train() needs a reward: a function or model, or PPOConfig(reward_model=...).")
-    given = (lambda completions: [0.0] * len(completions)) if reward is None else reward
+    given = environment if reward is None else reward
     timeout = trainer.config.reward_timeout
     return rewards_of(given, weights, tokenizer=trainer.tokenizer, device=trainer.current_device, timeout=timeout)
