@@ -324,6 +324,11 @@ BAD = {
     "nothing counts": ({"input_ids": tensors("abc"), "labels": [torch.full((3,), -100)]}, "no token that counts"),
     "an empty text": ({"texts": ["abc", ""]}, r"texts\[1\]"),
     "an empty label": ({"texts": ["abc"], "texts_labels": [""]}, r"texts_labels\[0\] is empty"),
+    "texts beside tensors": (
+        {"texts": ["abc"], "input_ids": tensors("abc"), "labels": tensors("abc")},
+        "got input_ids and labels beside texts",
+    ),
+    "labels of texts": ({"input_ids": tensors("abc"), "texts_labels": ["c"]}, "got texts_labels without texts"),
     "a foreign label": ({"texts": ["abc"], "texts_labels": ["x"]}, "no part of"),
 }
 

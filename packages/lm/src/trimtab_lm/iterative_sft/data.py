@@ -37,6 +37,16 @@ class Reader(NamedTuple):
         return cls(is_encoder_decoder, Positions.of(model), vocabulary_size(model))
 
 
+def refuse_unread(arguments: Mapping[str, object]) -> None:
+    """Raises ValueError for arguments of `step` that belong to the other kind of rows: texts, or tensors."""
+    if came := [name for name, value in arguments.items() if value is not None]:
+        raise ValueError(
+            f"step() got {' and '.join(came)} {'without' if 'texts_labels' in came else 'beside'} texts, and would "
+            "ignore what does not belong together. Give texts and texts_labels, or input_ids, attention_mask and "
+            "labels."
+        )
+
+
 def rows_of_tensors(
     input_ids: Sequence[Tensor] | None,
     attention_mask: Sequence[Tensor] | None,

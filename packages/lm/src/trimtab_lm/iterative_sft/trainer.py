@@ -17,7 +17,7 @@ from trimtab_lm.sft.algorithm import score_labels, token_nll
 
 from .algorithm import update
 from .config import IterativeSFTConfig
-from .data import Reader, Rows, rows_of_tensors, rows_of_texts, tokenize_dataset
+from .data import Reader, Rows, refuse_unread, rows_of_tensors, rows_of_texts, tokenize_dataset
 from .run import StepRun
 
 
@@ -98,9 +98,11 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
 
         Raises:
             TypeError: a row is no tensor of token ids.
-            ValueError: rows do not fit together, hold ids that the model does not know or nothing to learn, or are
-                longer than the model's positions, or max_steps is reached.
+            ValueError: texts and tensors came together; rows do not fit together, hold ids that the model does not know
+                or nothing to learn, or are longer than the model's positions; or max_steps is reached.
         """
+        tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        refuse_unread({"texts_labels": texts_labels} if texts is None else tensors)
         if texts is not None:
             rows = rows_of_texts(texts, texts_labels, self.tokenizer, self.config, self.reader)
         else:
