@@ -268,6 +268,18 @@ def test_train_goes_through_a_data_set(tmp_path):
     assert sft.train().global_step == 3
 
 
+@pytest.mark.parametrize("make", [tiny.gpt2, tiny.t5])
+def test_tools_and_template_settings_of_a_row_reach_the_chat_template(make):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{{ mark }}{{ tools[0].name }}{% for each in messages %}{{ each.content }}{% endfor %}"
+    columns = {"chat_template_kwargs": [{"mark": "m"}], "tools": [[{"name": "t"}]]}
+    columns |= {name: [[{"role": "user", "content": name}]] for name in ("prompt", "completion")}
+    args = IterativeSFTConfig("unused", use_cpu=True, save_strategy="no")
+    sft = IterativeSFTTrainer(make(), args, processing_class=tokenizer, train_dataset=Dataset.from_dict(columns))
+    (row,) = sft.train_dataset
+    assert tokenizer.decode(row["input_ids"], skip_special_tokens=True).startswith("mtprompt")
+
+
 def test_models_are_saved_and_pushed_as_transformers_does(tmp_path, monkeypatch):
     sft = trainer(tmp_path=tmp_path)
     sft.step(ROWS)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import RowFormat, columns_of, prepare_dataset, row_format
 from trimtab_lm.data.sources import as_data
-from trimtab_lm.data.tokenization import encode_prompt_completion, encode_seq2seq, encode_text
+from trimtab_lm.data.tokenization import encode_prompt_completion, encode_seq2seq, encode_text, template_settings
 from trimtab_lm.data.truncation import truncate_row
 from trimtab_lm.interface import Model, base_of
 from trimtab_lm.tokens.ids import check_ids, check_labels, check_mask, vocabulary_size
@@ -119,9 +119,10 @@ def tokenize_dataset(
             return rows_of_tensors(ids, mask, labels, config, reader)[0]
         if kind == RowFormat.TEXT:
             return rows_of_texts([row["text"]], None, tokenizer, config, reader)[0]
+        texts, settings = (row["prompt"], row["completion"]), template_settings(row)
         if reader.is_encoder_decoder:
-            return _cut([encode_seq2seq(tokenizer, row["prompt"], row["completion"])], config, reader)[0]
-        encoded = encode_prompt_completion(tokenizer, row["prompt"], row["completion"])
+            return _cut([encode_seq2seq(tokenizer, *texts, **settings)], config, reader)[0]
+        encoded = encode_prompt_completion(tokenizer, *texts, **settings)
         pairs = zip(encoded["input_ids"], encoded["completion_mask"], strict=True)
         row = {"input_ids": encoded["input_ids"], "labels": [token if one else -100 for token, one in pairs]}
         return _cut([row], config, reader)[0]
