@@ -1,5 +1,7 @@
 """A round of `trimtab iterative-sft` trains on the best samples, and on their responses only."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from datasets import Dataset
 from tests.lm import tiny
 
+from trimtab_cli.main import main
 from trimtab_cli.raft import learnable, one_round
 from trimtab_lm import IterativeSFTConfig, IterativeSFTTrainer
 from trimtab_lm.data.prompts import tokenize_prompts
@@ -54,3 +57,17 @@ def test_the_tokens_of_the_completion_count():
     assert (ids.tolist(), labels.tolist()) == ([5, 6, 7, 8, 9], [-100, -100, 7, 8, 9])
     (ids,), (labels,) = learnable([prompt], [completion], is_encoder_decoder=True)
     assert (ids.tolist(), labels.tolist()) == ([5, 6], [7, 8, 9])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_max_steps_ends_the_rounds(place, monkeypatch, capsys):
+    monkeypatch.setenv("TRIMTAB_METRICS", "metrics.jsonl")
+    words = ("--rounds=9", "--prompts=4", "--samples=2", "--max_new_tokens=5", "--max_steps=3", "--save_strategy=no")
+    words += ("--per_device_train_batch_size=2", "--use_cpu=True")
+    assert (
+        main(["iterative-sft", "--model=model", "--dataset=prompts.jsonl", "--reward=rewards.py:length", *words]) == 0
+    )
+    assert "The model is in runs/iterative-sft." in capsys.readouterr().out
+    logs = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    assert [log["train/round"] for log in logs if "train/round" in log] == [1, 2]
+    assert logs[-1]["train/global_step"] == 3

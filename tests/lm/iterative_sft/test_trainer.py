@@ -159,6 +159,16 @@ def test_the_end_of_the_schedule_ends_training():
         sft.step(ROWS[:1])
 
 
+def test_the_end_of_the_schedule_ends_a_call_in_its_middle():
+    """Beyond its end a cosine rises again."""
+    sft = trainer(max_steps=2, lr_scheduler_type="cosine")
+    with pytest.warns(UserWarning, match="max_steps=2 ends this call of step: 2 of its 3 optimizer steps are taken"):
+        stats = sft.step(ROWS)
+    assert (stats["global_step"], stats["learning_rate"]) == (2, pytest.approx(5e-3))
+    with pytest.raises(ValueError, match="max_steps=2"):
+        sft.step(ROWS)
+
+
 def test_without_max_steps_the_learning_rate_is_constant_and_it_is_said():
     sft = trainer(max_steps=-1, lr_scheduler_type="linear")
     with pytest.warns(UserWarning, match="max_steps is not set"):

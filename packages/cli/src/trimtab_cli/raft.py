@@ -77,6 +77,8 @@ def iterative_sft(argv: Sequence[str]) -> int:
         if checkpoint := checkpoint_of(run, args):
             trainer.train(checkpoint)
         for number in range(trainer.progress.calls, raft.rounds):
+            if trainer.run.is_finished:
+                break
             trainer.ending.interruption.begin_step()  # before a round is sampled in vain
             batch = rows_of_round(rows, args, prompts=raft.prompts, number=number)
             mean, best = one_round(trainer, scorers, backend, batch, samples=raft.samples, number=number)

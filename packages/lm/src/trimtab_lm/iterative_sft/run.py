@@ -109,6 +109,19 @@ class StepRun:
             return []
         return windows
 
+    def updates_left(self, windows: list[list[Batch]]) -> list[list[Batch]]:
+        """The batches of each update that the call has left; those beyond max_steps are left out, with a warning."""
+        args, rest = self.trainer.args, windows[self.progress.updates :]  # those before were done before the checkpoint
+        most = args.max_steps - self.trainer.state.global_step if args.max_steps > 0 else len(rest)
+        if len(rest) > most:
+            warnings.warn(
+                f"max_steps={args.max_steps} ends this call of step: {most} of its {len(rest)} optimizer steps are "
+                "taken, and the other rows are not learnt. Raise max_steps, or leave it out for a constant learning "
+                "rate.",
+                stacklevel=4,
+            )
+        return rest[:most]
+
     @contextmanager
     def updates_of_call(self) -> Iterator[None]:
         """Around the updates of a call: one that fails leaves no count, gradient or statistic to the next call."""

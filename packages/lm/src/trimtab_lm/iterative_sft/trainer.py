@@ -114,7 +114,7 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         windows = self.run.begin_call(rows)
         summary, num_tokens = dict[str, Any](), 0
         with self.run.updates_of_call():
-            for window in windows[self.progress.updates :]:  # those before were done before the checkpoint
+            for window in self.run.updates_left(windows):
                 summary = update(window, self.run, count=self.items_of(window))
                 num_tokens += summary["num_tokens"]
                 self.run.after_update(summary, len(windows))
