@@ -512,6 +512,7 @@ def test_latest_goes_on_from_a_checkpoint_where_there_is_one(place, capsys):
         (["grpo", *GRPO[:1], *GRPO[2:], *BATCH, "--reward=rewards.py:silent"], "all returned None"),
         (["ppo", *PPO[:-1], "--max_new_tokens=5000"], "Lower max_new_tokens (5000), or leave long prompts out."),
         (["iterative-sft", *RAFT[:-1], "--max_new_tokens=5000"], "Lower max_new_tokens (5000), or leave long"),
+        (["iterative-sft", *RAFT, "--save_strategy=epoch"], "save_strategy='epoch': training by step(...)"),
         (["sft", *COMMANDS["sft"], "--resume_from=lastest"], "lastest"),
         (["sft", "--dataset=texts", "--chat_template_path=x"], "Did you mean chat_template?"),
         (["reward", "--dataset=pairs", "--reward.chat_template_path=x"], "Did you mean chat_template?"),

@@ -243,6 +243,12 @@ def test_step_refuses_to_load_a_best_model_at_its_end(tmp_path):
         sft.step(ROWS)
 
 
+@pytest.mark.parametrize("name", ["logging_strategy", "save_strategy"])
+def test_step_refuses_strategies_of_epochs(name: str, tmp_path):
+    with pytest.raises(ValueError, match=rf"{name}='epoch': training by step\(...\) has no epochs"):
+        trainer(tmp_path=tmp_path, **{name: "epoch"}).step(ROWS)
+
+
 @pytest.mark.parametrize("name", ["default", "other"])
 def test_an_adapter_of_any_name_resumes(name: str, tmp_path):
     def build():

@@ -61,6 +61,7 @@ def iterative_sft(argv: Sequence[str]) -> int:
         set_seed(args.seed)
         args.model_init_kwargs = run.init_kwargs(args.model_init_kwargs)
         trainer = IterativeSFTTrainer(run.model, args, processing_class=run.tokenizer, peft_config=run.adapters())
+        trainer.run.check_settings()
         trainer.about = about_run(run) | {"reward": ", ".join(rewards.reward)}
         scorers = rewards_of(rewards.functions(), None, tokenizer=trainer.tokenizer, device=args.device)
         rows = tokenize_prompts(

@@ -38,6 +38,7 @@ from .data import Rows
 
 PROGRESS, SCHEDULE, ROWS = "iterative_sft.json", "scheduler.pt", "rows_{rank}.json"
 PARTS_OF_ALL_STEPS = ("warmup_steps", "logging_steps", "eval_steps", "save_steps")
+STRATEGIES = ("logging_strategy", "eval_strategy", "save_strategy")
 ENDLESS_SCHEDULES = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.REDUCE_ON_PLATEAU)
 
 
@@ -238,9 +239,9 @@ class StepRun:
 
     # Start ------------------------------------------------------------------------------------------------------------
 
-    def _start(self, checkpoint: str | None) -> None:
-        """Prepare the model, the optimizer and the learning rate's schedule, and load a checkpoint."""
-        trainer, args = self.trainer, self.trainer.args
+    def check_settings(self) -> None:
+        """Raises ValueError for settings of `Trainer.train` that have no meaning in a caller's loop."""
+        args = self.trainer.args
         parts = {name: value for name in PARTS_OF_ALL_STEPS if 0 < (value := getattr(args, name) or 0) < 1}
         if parts and args.max_steps <= 0:
             named = ", ".join(f"{name}={value}" for name, value in parts.items())
@@ -254,6 +255,17 @@ class StepRun:
                 "Leave it out, and load the checkpoint of state.best_global_step, or give a train_dataset and call "
                 "train()."
             )
+        epochs = [f"{name}='epoch'" for name in STRATEGIES if getattr(args, name) == "epoch"]
+        if epochs:
+            raise ValueError(
+                f"{', '.join(epochs)}: training by step(...) has no epochs, at whose ends it could log, evaluate or "
+                "save. Set 'steps' with logging_steps, eval_steps or save_steps, or 'no'."
+            )
+
+    def _start(self, checkpoint: str | None) -> None:
+        """Prepare the model, the optimizer and the learning rate's schedule, and load a checkpoint."""
+        trainer, args = self.trainer, self.trainer.args
+        self.check_settings()
         trainer.is_in_train = True
         trainer.accelerator.free_memory()
         if args.use_liger_kernel:
