@@ -14,7 +14,7 @@ import diffusers
 import pytest
 import torch
 import yaml
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file
 from tests.cli.conftest import write_rows
@@ -692,6 +692,17 @@ def test_a_folder_of_an_adapter_is_no_model_to_train(place, capsys):
     run("sft", *COMMANDS["sft"], "--lora_r=2")
     line = error_of(["dpo", "--model=runs/sft", "--dataset=pairs"], capsys)
     assert line.endswith("Merge it: trimtab merge runs/sft NEW_FOLDER.")
+
+
+def test_an_adapter_without_a_tokenizer_merges_with_that_of_its_base_and_virtual_tokens_do_not(place, capsys):
+    base = AutoModelForCausalLM.from_pretrained("model")
+    get_peft_model(base, LoraConfig(target_modules=["c_attn"], task_type="CAUSAL_LM")).save_pretrained("lora")
+    assert main(["merge", "lora", "whole"]) == 0
+    assert AutoTokenizer.from_pretrained("whole").get_vocab() == tiny.tokenizer().get_vocab()
+    base = AutoModelForCausalLM.from_pretrained("model")
+    get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).save_pretrained("virtual")
+    assert "learns virtual tokens (PROMPT_TUNING)" in error_of(["merge", "virtual", "other"], capsys)
+    assert not Path("other").exists()
 
 
 @pytest.mark.parametrize("saved", [["score"], None])

@@ -45,22 +45,31 @@ def main(argv: Sequence[str]) -> int:
 
 
 def merge(adapter: str, folder: Path) -> None:
-    """Writes the model that an adapter and its base model make together, and the adapter's tokenizer.
+    """Writes the model that an adapter and its base model make together, and the adapter's or the base's tokenizer.
 
     Args:
         adapter: hub id or folder.
         folder: new or empty.
 
     Raises:
-        ValueError: the folder has files, or `adapter` is no adapter.
+        ValueError: the folder has files, or `adapter` is no adapter, or one of virtual tokens, which do not merge.
     """
     refuse_missing_path(adapter)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} has files. Name a folder that is new or empty.")
     config = PeftConfig.from_pretrained(adapter)
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"{adapter} learns virtual tokens ({config.peft_type.value}), which cannot be added to weights. Load it "
+            "with PEFT, such as AutoPeftModelForCausalLM.from_pretrained, in place of merging it."
+        )
     task = config.task_type
     kwargs: dict[str, Any] = {"dtype": "auto", **(labels_of_head(adapter, config) if task == "SEQ_CLS" else {})}
     with expecting_new_head():
         model = load_model(KINDS.get(task, AutoModelForCausalLM), adapter, (), kwargs, is_trainable=False, hub={})
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(adapter)
+    except (OSError, ValueError):  # PEFT saves none
+        tokenizer = AutoTokenizer.from_pretrained(config.base_model_name_or_path)
     model.merge_and_unload().save_pretrained(folder)  # type: ignore[operator]
-    AutoTokenizer.from_pretrained(adapter).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
