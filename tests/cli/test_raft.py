@@ -10,7 +10,7 @@ from datasets import Dataset
 from tests.lm import tiny
 
 from trimtab_cli.main import main
-from trimtab_cli.raft import learnable, one_round
+from trimtab_cli.raft import check_share, learnable, one_round
 from trimtab_lm import IterativeSFTConfig, IterativeSFTTrainer
 from trimtab_lm.data.prompts import tokenize_prompts
 from trimtab_lm.rewards.functions import RewardSet
@@ -57,6 +57,14 @@ def test_the_tokens_of_the_completion_count():
     assert (ids.tolist(), labels.tolist()) == ([5, 6, 7, 8, 9], [-100, -100, 7, 8, 9])
     (ids,), (labels,) = learnable([prompt], [completion], is_encoder_decoder=True)
     assert (ids.tolist(), labels.tolist()) == ([5, 6], [7, 8, 9])
+
+
+def test_the_prompts_of_a_round_divide_among_the_processes():
+    """Else a process may have no row, and step refuses different numbers of rows."""
+    check_share(64, 4)
+    for prompts, processes in ((64, 3), (1, 2)):
+        with pytest.raises(ValueError, match=f"prompts={prompts} do not divide among {processes} processes"):
+            check_share(prompts, processes)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

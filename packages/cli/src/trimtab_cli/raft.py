@@ -58,6 +58,7 @@ def iterative_sft(argv: Sequence[str]) -> int:
     recipe = defaults(name) | {"logging_steps": 1, "lr_scheduler_type": "constant"}
     run, rewards, raft, args = settings(name, argv, *kinds, about=ABOUT, recipe=recipe)
     with errors_in_one_line(name):
+        check_share(raft.prompts, args.world_size)
         set_seed(args.seed)
         args.model_init_kwargs = run.init_kwargs(args.model_init_kwargs)
         trainer = IterativeSFTTrainer(run.model, args, processing_class=run.tokenizer, peft_config=run.adapters())
@@ -85,6 +86,15 @@ def iterative_sft(argv: Sequence[str]) -> int:
             mean, best = one_round(trainer, scorers, backend, batch, samples=raft.samples, number=number)
             trainer.log({"round": number + 1, "reward": mean, "reward_of_best": best})
     return finish(trainer, chat_with(args.output_dir, run))
+
+
+def check_share(prompts: int, processes: int) -> None:
+    """Raises ValueError if the prompts of a round do not divide among the processes, each of which needs as many."""
+    if prompts % processes:
+        raise ValueError(
+            f"prompts={prompts} do not divide among {processes} processes, which learn the same number of rows in a "
+            f"round. Set prompts to a multiple of {processes}."
+        )
 
 
 def rows_of_round(rows: Sequence[Row], args: IterativeSFTConfig, *, prompts: int, number: int) -> list[Row]:
