@@ -186,6 +186,22 @@ def test_metrics_see_the_logits_of_each_row(tmp_path):
     torch.testing.assert_close(torch.tensor(prediction.predictions[1, :5]), torch.tensor(plain), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("strategy", ["best_fit", "constant_length"])
+def test_compute_metrics_gets_a_row_for_each_row_of_packed_data(strategy: str, tmp_path):
+    seen = {}
+
+    def count(prediction):
+        seen["rows"], seen["tokens"] = len(prediction.label_ids), int((prediction.label_ids != -100).sum())
+        return {}
+
+    arguments = {"eval_dataset": Dataset.from_dict({"text": TEXTS}), "compute_metrics": count}
+    settings = {"packing": True, "packing_strategy": strategy, "max_length": 40, "per_device_eval_batch_size": 2}
+    sft = trainer(tiny.gpt2(), tmp_path, arguments=arguments, **settings)
+    sft.evaluate()
+    assert seen == {"rows": len(TEXTS), "tokens": sum(map(len, TEXTS))}  # EOS, and not the first
+    assert len(sft.train_dataset) < len(TEXTS)
+
+
 def test_a_stream_trains(tmp_path):
     stream = IterableDataset.from_generator(lambda: ({"text": text} for text in TEXTS))
     for packing in (False, True):

@@ -30,7 +30,9 @@ class SFTConfig(TrainerConfig):
         "cut where a row is full. None: best_fit, unless one of the settings of constant_length is given.",
         default=None,
     )
-    eval_packing: bool | None = setting("The same for evaluation. None: as packing.", default=None)
+    eval_packing: bool | None = setting(
+        "The same for evaluation, unless compute_metrics reads its rows. None: as packing.", default=None
+    )
     infinite: bool | None = setting(
         "constant_length: begin training again at the data's end (needs max_steps).", default=None
     )

@@ -85,13 +85,20 @@ class SFTTrainer(LabelTrainer[SFTConfig]):
         return BatchLoss(token_nll(scores, count=items), label_stats(scores))
 
     def tokenize_dataset(self, dataset: DataSource, use: Use) -> DataSource:
-        """The dataset as `input_ids` and `labels`, packed where the config asks for it; never packed for `predict`."""
+        """The dataset as `input_ids` and `labels`, packed where the config asks for it.
+
+        Never packed for `predict` and `compute_metrics`, whose logits and labels have a row for each of the dataset's.
+        """
         config = self.config
         options = config.dataset_kwargs or {}
         is_callers = self.has_own_collator and not isinstance(dataset, Dataset | IterableDataset)
         if options.get("skip_prepare_dataset") or isinstance(dataset, ConstantLengthDataset) or is_callers:
             return dataset
-        packing = {"train": config.packing, "eval": config.eval_packing, "test": False}[use]
+        packing = {
+            "train": config.packing,
+            "eval": config.eval_packing and self.compute_metrics is None,
+            "test": False,
+        }[use]
         if packing and self.is_encoder_decoder:
             raise ValueError(
                 "packing puts documents side by side, which an encoder-decoder model cannot read. Leave it out."
