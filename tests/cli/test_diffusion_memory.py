@@ -59,7 +59,8 @@ def test_adapters_need_no_reference_and_few_moments(folder: Path):
 
 
 def test_the_command_prints_sampling_and_training(folder: Path, capsys: Any):
-    assert main(["memory", "ddpo", "--model", str(folder), "--mixed_precision", "no", "--sample_num_steps", "2"]) == 0
+    words = ["--mixed_precision", "no", "--sample_num_steps", "2", "--eval_freq", "1", "--eval_num_steps", "4"]
+    assert main(["memory", "ddpo", "--model", str(folder), *words]) == 0
     _, head, *rows = capsys.readouterr().out.splitlines()[-4:]
     assert head.split() == ["part", *Memory._fields, "total"]
     assert [row.split()[0] for row in rows] == ["sampling", "training"]

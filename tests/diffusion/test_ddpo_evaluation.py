@@ -62,8 +62,9 @@ def test_evaluations_come_every_so_many_epochs_and_leave_training_alone(tmp_path
 
 
 def test_prompts_that_no_evaluation_can_take(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"eval_freq=2 needs prompts.*eval_prompts="):
-        trainer(str(tmp_path), eval_freq=2)
+    for settings, came in (({"eval_freq": 2}, "eval_freq=2"), ({"eval_num_steps": 7}, "eval_num_steps=7")):
+        with pytest.raises(ValueError, match=rf"{came} came without prompts of evaluations.*eval_prompts="):
+            trainer(str(tmp_path), **settings)
     with pytest.raises(TypeError, match="eval_prompts holds 'a cat'; a tuple of a text and its metadata"):
         trainer(str(tmp_path), eval_prompts=["a cat"])
     with pytest.raises(ValueError, match=r"evaluate\(\) needs prompts"):

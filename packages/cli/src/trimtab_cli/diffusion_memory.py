@@ -87,6 +87,7 @@ def counted_epoch(config: DDPOConfig) -> DDPOConfig:
         group_size=1,
         per_prompt_stat_tracking=False,
         eval_freq=0,
+        eval_num_steps=None,
         train_num_inner_epochs=1,
         train_timestep_fraction=1.0,
         train_gradient_accumulation_steps=samples // config.train_batch_size,

@@ -116,12 +116,14 @@ def checked_prompts(prompts: Sequence[tuple[str, Any]], config: DDPOConfig, proc
     """The prompts of evaluations with their metadata.
 
     Raises:
-        TypeError, ValueError: one is no such pair, there is none although `config.eval_freq` asks for evaluations, or
-            they do not divide into equal shares for the processes.
+        TypeError, ValueError: one is no such pair, there is none although `config` has settings of evaluations, or they
+            do not divide into equal shares for the processes.
     """
-    if config.eval_freq and not prompts:
+    asked = [f"{name}={vars(config)[name]}" for name in ("eval_freq", "eval_num_steps") if vars(config)[name]]
+    if asked and not prompts:
         raise ValueError(
-            f"eval_freq={config.eval_freq} needs prompts: pass eval_prompts=[(prompt, metadata), ...], or set it to 0."
+            f"{' and '.join(asked)} came without prompts of evaluations. Pass eval_prompts=[(prompt, metadata), ...] "
+            "to the trainer, --eval_dataset to trimtab ddpo, or leave this out."
         )
     if len(prompts) % processes:
         raise ValueError(
