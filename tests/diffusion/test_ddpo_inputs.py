@@ -363,12 +363,26 @@ def test_more_noise_than_ddim_has_is_refused():
         ("guidance_scale", 2.0),
         ("negative_prompt", "dull"),
         ("prompt", "a dog"),
+        ("num_images_per_prompt", 2),
     ],
 )
 def test_arguments_of_the_trainer_are_refused_in_call_kwargs(name: str, value: Any):
     wrapped = DDPOStableDiffusionPipeline(tiny.stable_diffusion(), call_kwargs={name: value})
     with pytest.raises(ValueError, match=f"call_kwargs has {name}, which the trainer passes itself.*sample_num_steps"):
         trainer(pipeline=wrapped, sample_guidance_scale=3.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "came"),
+    [
+        ({"sample_num_steps": 3}, "sample_num_steps=3"),
+        ({"sample_num_steps": 2, "eval_num_steps": 7}, "eval_num_steps=7"),
+    ],
+)
+def test_steps_of_a_pipeline_that_are_not_those_of_the_config_are_refused(settings: dict[str, Any], came: str):
+    wrapped = DDPOStableDiffusionPipeline(tiny.stable_diffusion_3(), call_kwargs={"sigmas": [1.0, 0.5]})
+    with pytest.raises(ValueError, match=f"call_kwargs has 2 sigmas, .* and {came} came. Set sample_num_steps"):
+        trainer(pipeline=wrapped, **settings)
 
 
 def test_calculate_loss_refuses_a_timestep_that_is_not_of_the_schedule():

@@ -319,7 +319,7 @@ def test_a_size_far_from_the_pipelines_own_is_said(tmp_path: Path, recwarn: pyte
         trainer(tmp_path, rows=rows)
 
 
-@pytest.mark.parametrize("name", ["height", "num_inference_steps", "guidance_scale"])
+@pytest.mark.parametrize("name", ["height", "num_inference_steps", "guidance_scale", "num_images_per_prompt"])
 def test_arguments_of_the_trainer_are_refused_in_call_kwargs(name: str, tmp_path: Path):
     wrapped = DDPOStableDiffusionPipeline(tiny.stable_diffusion(), call_kwargs={name: 8})
     with pytest.raises(ValueError, match=f"call_kwargs has {name}, which the trainer passes itself"):

@@ -17,6 +17,7 @@ from trimtab_common.images import to_pil
 from trimtab_diffusion.compat.trees import tree_leaves, tree_map
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.steps import Steps
+from trimtab_diffusion.training.sampling import SAMPLES_PER_PROMPT
 from trimtab_diffusion.trajectories import Arguments, Schedule, Trajectories, joined
 
 PICTURES = ("chosen", "rejected")
@@ -92,10 +93,10 @@ def check_inputs(pipeline: DDPOStableDiffusionPipeline, size: tuple[int, int]) -
             trainer.
     """
     passed = {"prompt", "negative_prompt", "generator", "num_inference_steps", "output_type", "height", "width"}
-    if clash := sorted(pipeline.call_kwargs.keys() & (passed | {pipeline.guidance_argument})):
+    if clash := sorted(pipeline.call_kwargs.keys() & (passed | {pipeline.guidance_argument, *SAMPLES_PER_PROMPT})):
         raise ValueError(
             f"call_kwargs has {', '.join(clash)}, which the trainer passes itself: it takes the size of the pictures, "
-            "their captions and no guidance. Leave it out."
+            "each of their captions once and no guidance. Leave it out."
         )
     config, scale, words = pipeline.denoiser.config, pipeline.sd_pipeline.vae_scale_factor, f"{size[0]} x {size[1]}"
     factor, native = scale * (config.get("patch_size") or 1), config.get("sample_size")

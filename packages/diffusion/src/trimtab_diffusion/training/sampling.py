@@ -18,6 +18,7 @@ from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 
 from .config import SamplingConfig
 
+SAMPLES_PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
 RewardFunction = Callable[[Tensor, tuple[str, ...], tuple[Any, ...]], Any]
 
 
@@ -73,15 +74,24 @@ def check_call(pipeline: DDPOStableDiffusionPipeline, config: SamplingConfig) ->
     """Checks the arguments with which a pipeline will be called.
 
     Raises:
-        ValueError: its `call_kwargs` have arguments of the trainer, or it does not take or does not read the config's
-            negative prompt.
+        ValueError: its `call_kwargs` have arguments of the trainer, or other steps than the config, or it does not take
+            or does not read the config's negative prompt.
     """
-    passed = {"prompt", "generator", "num_inference_steps", "output_type", "return_dict", "eta"}
+    passed = {"prompt", "generator", "num_inference_steps", "output_type", "return_dict", "eta", *SAMPLES_PER_PROMPT}
     if clash := sorted(pipeline.call_kwargs.keys() & (passed | guidance_of(pipeline, config, 1).keys())):
         raise ValueError(
             f"call_kwargs has {', '.join(clash)}, which the trainer passes itself. Leave it out; steps, noise and "
-            "guidance are the config's sample_num_steps, sample_eta, sample_guidance_scale and negative_prompts."
+            "guidance are the config's sample_num_steps, sample_eta, sample_guidance_scale and negative_prompts, and "
+            "each prompt of a call gets one sample."
         )
+    counts = {name: count for name, count in vars(config).items() if name.endswith("_num_steps") and count}
+    for name in ("sigmas", "timesteps"):
+        steps = pipeline.call_kwargs.get(name)
+        if steps is not None and (others := [f"{key}={count}" for key, count in counts.items() if count != len(steps)]):
+            raise ValueError(
+                f"call_kwargs has {len(steps)} {name}, which are the steps of every call, and {' and '.join(others)} "
+                f"came. Set {' and '.join(counts)} to {len(steps)}, or leave out the {name}."
+            )
     if config.negative_prompts and not pipeline.takes_negative_prompt:
         raise ValueError(
             f"negative_prompts={config.negative_prompts!r} came, and {type(pipeline.sd_pipeline).__name__} takes no "
