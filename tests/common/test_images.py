@@ -30,3 +30,11 @@ def test_opaque_pixels_stay():
     red = Image.new("RGB", (2, 2), "red")
     assert np.array_equal(np.asarray(to_pil(red)), np.asarray(red))
     assert to_pil(Image.new("L", (1, 1), 90)).getpixel((0, 0)) == (90, 90, 90)
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
+def test_values_that_8_bits_cannot_hold_are_refused(kind: type):
+    """PIL makes black and white of them."""
+    image = Image.fromarray(np.arange(0, 65536, 16, dtype=kind).reshape(64, 64))
+    with pytest.raises(ValueError, match=f"an image of mode {image.mode} came in, with more than 8 bits"):
+        to_pil(image)

@@ -14,9 +14,14 @@ def to_pil(image: Picture) -> Image.Image:
         image: a PIL image, or an array [3, H, W] or [H, W, 3], uint8 or float within [0, 1].
 
     Raises:
-        ValueError: the array has another shape, or floats outside [0, 1].
+        ValueError: the image has more than 8 bits per channel, or the array another shape or floats outside [0, 1].
     """
     if isinstance(image, Image.Image):
+        if image.mode[0] in "IF":  # such as I;16; PIL would cut its values off at 255
+            raise ValueError(
+                f"an image of mode {image.mode} came in, with more than 8 bits per channel; 8 bits are needed. Scale "
+                'its values to 0 to 255, then image.convert("L").'
+            )
         if image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return image.convert("RGB")
