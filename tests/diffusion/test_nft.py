@@ -13,6 +13,7 @@ from tests.diffusion.run_nft_distributed import KINDS, redness, run
 from tests.marks import slow_but
 from tests.processes import results_of_two
 
+from trimtab_common.reward_checks import RewardError
 from trimtab_common.stats import Mean
 from trimtab_diffusion import DDPOStableDiffusionPipeline, DiffusionNFTConfig, DiffusionNFTTrainer
 from trimtab_diffusion.nft import trainer as nft_trainer
@@ -332,6 +333,15 @@ def test_weights_that_processes_divide_are_refused(tmp_path: Path, monkeypatch: 
 def test_a_faulty_reward_is_refused(reward: Any, words: str, tmp_path: Path):
     with pytest.raises((ValueError, TypeError), match=words):
         trainer(tmp_path, reward=reward).step(0, 0)
+
+
+def test_what_replaced_rewards_return_is_checked_as_in_ddpo(tmp_path: Path):
+    own = trainer(tmp_path)
+    own.compute_rewards = lambda images, prompts, metadata: (range(len(prompts)), {})  # type: ignore[method-assign]
+    assert torch.equal(own.draw(0).rewards, torch.tensor([0.0, 1, 2, 3] * 2))
+    own.compute_rewards = lambda images, *_: (torch.full((4,), torch.nan), {})  # type: ignore[method-assign]
+    with pytest.raises(RewardError, match="What compute_rewards returned has nan for image 0"):
+        own.draw(0)
 
 
 def test_conditions_that_depend_on_the_latents_are_refused(tmp_path: Path):

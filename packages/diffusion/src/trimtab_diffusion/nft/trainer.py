@@ -176,7 +176,8 @@ class DiffusionNFTTrainer(PipelineTrainer):
                 paths.append(replace(path, latents=path.latents[:, -1:], logprobs=path.logprobs[:, -1:]))
                 batches.append([images, texts, metadata])
         for batch in batches:
-            batch += self.compute_rewards(*batch)
+            scores, facts = self.compute_rewards(*batch)
+            batch += [rewards_of(scores, batch[1], "compute_rewards")[0], facts]
         self.queries += len(drawn) * self.accelerator.num_processes
         rewards = torch.cat([batch[3] for batch in batches])
         return Samples(Trajectories.joined(paths), [text for text, _ in drawn], rewards, batches)
