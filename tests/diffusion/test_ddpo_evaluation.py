@@ -8,6 +8,7 @@ import torch
 from tests.diffusion import tiny
 from tests.diffusion.run_ddpo_distributed import KINDS, brightness, trainer, weights
 
+from trimtab_common.health import TrainingDivergedError
 from trimtab_common.seeding import sampling_seed
 
 PROMPTS = [("a cat", {}), ("two dogs", {}), ("an owl", {})]
@@ -59,6 +60,13 @@ def test_evaluations_come_every_so_many_epochs_and_leave_training_alone(tmp_path
         assert not freq or history[-1]["eval/reward_mean"] == pytest.approx(ddpo.evaluate()["eval/reward_mean"])
         assert not freq or history[-1]["eval/reward_mean"] != history[1]["eval/reward_mean"]
     assert all(torch.equal(weight, runs[2][name]) for name, weight in runs[0].items())
+
+
+def test_pictures_that_are_not_finite_are_not_scored(tmp_path: Path):
+    ddpo = trainer(str(tmp_path), reward=lambda images, *_: (images > 0.5).float().mean((1, 2, 3)), **EVALUATION)
+    ddpo.sd_pipeline.vae.decoder.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+    with pytest.raises(TrainingDivergedError, match="the pixels of image 0"):
+        ddpo.evaluate()
 
 
 def test_prompts_that_no_evaluation_can_take(tmp_path: Path):

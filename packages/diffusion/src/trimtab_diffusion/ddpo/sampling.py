@@ -158,7 +158,9 @@ def without_noise(
             num_inference_steps=config.eval_num_steps or config.sample_num_steps,
             **arguments,
         )
-        yield [output[0].float(), prompts, metadata]  # .images, or .frames
+        images = output[0].float()  # .images, or .frames
+        check_rows({"the pixels": images}, what="image")
+        yield [images, prompts, metadata]
 
 
 def score(
