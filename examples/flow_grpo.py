@@ -68,7 +68,7 @@ def main(run: RunConfig, config: DDPOConfig) -> None:
     for epoch in range(trainer.first_epoch, config.num_epochs):
         trainer.step(epoch, trainer.global_step)
         print(f"epoch {epoch + 1}: reward {trainer.last_stats['reward_mean']:.4f}", flush=True)
-        if (epoch + 1) % config.eval_freq == 0:
+        if "eval/reward_mean" in trainer.last_stats:
             print(REPORT.format(**trainer.last_stats), flush=True)
         if (epoch + 1) % config.save_freq == 0:
             trainer.save_checkpoint()

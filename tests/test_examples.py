@@ -112,6 +112,13 @@ def test_an_example_prints_what_it_learnt_and_an_interrupted_one_resumes_to_the_
         torch.testing.assert_close(load_file(last / file), load_file(whole / file), rtol=0, atol=0)
 
 
+def test_flow_grpo_trains_without_evaluations(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["flow_grpo.py", "--smoke", "--num_epochs=1", "--eval_freq=0"])
+    runpy.run_path(str(ROOT / "examples" / "flow_grpo.py"), run_name="__main__")
+    assert capsys.readouterr().out.count("held-out captions") == 1  # before training
+
+
 def test_best_of_n_learns_no_end_where_a_sample_was_cut(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
