@@ -145,7 +145,7 @@ def test_what_the_denoiser_reads_of_a_caption_is_kept_once(tmp_path: Path):
     assert len(pictures) == len(pictures.conditions["encoder_hidden_states"]) == 8
 
 
-def test_a_caption_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_caption_is_encoded_and_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rows, asked, call = rows_of(6), list[str](), DDPOStableDiffusionPipeline.__call__
     for i, caption in enumerate(["a dog", "a cat", "a dog", "a cow", "a cat", "a dog"]):
         rows[i]["prompt"] = caption
@@ -157,8 +157,10 @@ def test_a_caption_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(DDPOStableDiffusionPipeline, "__call__", recorded)
     trained = trainer(tmp_path, rows=rows, encode_batch_size=2)
     assert asked == ["a dog", "a cat", "a cow"]
-    read = trained.pictures.conditions["encoder_hidden_states"][:, 0, 0]
-    stock, texts = trained.sd_pipeline.sd_pipeline, [row["prompt"] for row in rows]
+    assert len(trained.pictures.conditions["encoder_hidden_states"]) == 3
+    stock, order = trained.sd_pipeline.sd_pipeline, torch.tensor([5, 0, 3])
+    read = noised(trained.pictures, torch.device("cpu"), order, tiny.generator()).conditions["encoder_hidden_states"]
+    texts = [rows[i]["prompt"] for i in order.tolist()] * 2
     torch.testing.assert_close(read, stock.encode_prompt(texts, "cpu", 1, do_classifier_free_guidance=False)[0])
 
 

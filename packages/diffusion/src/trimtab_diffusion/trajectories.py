@@ -169,6 +169,7 @@ class Trajectories:
         conditions: the denoiser's arguments other than latents and time. A tensor with a row per image is
             [B, T, k, ...], or [B, 1, k, ...] if it is the same at all steps; with guidance k is 2 (without and with the
             prompt), else 1. What else there is is `Fixed`.
+        condition_rows: [B], int64: each image's row of `conditions`, where images share one. None: image i has row i.
     """
 
     schedule: Schedule
@@ -176,6 +177,7 @@ class Trajectories:
     latents: Tensor
     logprobs: Tensor
     conditions: Arguments
+    condition_rows: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.first)
@@ -227,9 +229,10 @@ def sampled_pairs(
     def argument(leaf: Tensor | Fixed) -> object:
         if isinstance(leaf, Fixed):
             return send_to_device(leaf.value, device)
-        return leaf[i, t.clamp(max=leaf.shape[1] - 1)].transpose(0, 1).flatten(0, 1).to(device)
+        return leaf[own, t.clamp(max=leaf.shape[1] - 1)].transpose(0, 1).flatten(0, 1).to(device)
 
     i, t = moved([rows, steps], path.latents.device)  # where all that was recorded is
+    own = i if path.condition_rows is None else path.condition_rows[i]
     first, later = path.first[i], path.latents[i, (t - 1).clamp(min=0)]
     return Pairs(
         torch.where(along(t == 0, first), first, later.to(first.dtype)).to(device),

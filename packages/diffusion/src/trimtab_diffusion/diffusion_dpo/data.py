@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from trimtab_common.images import to_pil
-from trimtab_diffusion.compat.trees import tree_leaves, tree_map
+from trimtab_diffusion.compat.trees import tree_leaves
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
 from trimtab_diffusion.steps import Steps
 from trimtab_diffusion.training.sampling import SAMPLES_PER_PROMPT
@@ -138,7 +138,7 @@ def pixels_of(pictures: list[Image.Image]) -> Tensor:
 
 @torch.no_grad()
 def encoded(pipeline: DDPOStableDiffusionPipeline, pairs: Pairs, *, batch_size: int) -> Trajectories:
-    """The latents of all pictures, and what the denoiser reads of their captions once for each pair, on the CPU.
+    """The latents of all pictures, and what the denoiser reads of their captions once for each caption, on the CPU.
 
     The pipeline is called for the new captions of each batch, for two steps, to see what it passes to its denoiser.
 
@@ -180,16 +180,14 @@ def encoded(pipeline: DDPOStableDiffusionPipeline, pairs: Pairs, *, batch_size: 
         captions += [known[row["prompt"]] for row in rows]
     if vae.dtype != dtype:
         vae.to(dtype)
-    read = joined(conditions, dim=0)
-    if len(known) < len(captions):
-        read = tree_map(lambda leaf: leaf[captions] if isinstance(leaf, Tensor) else leaf, read)
     found, steps, whole = seen.schedule, Steps.of_training(pipeline.scheduler), torch.cat(latents)
     return Trajectories(
         Schedule(steps, steps.timesteps, found.name, dtype=found.dtype),
         first=whole[:, 0],
         latents=whole,
         logprobs=torch.zeros(whole.shape[:2]),
-        conditions=read,
+        conditions=joined(conditions, dim=0),
+        condition_rows=torch.tensor(captions),
     )
 
 
