@@ -305,6 +305,22 @@ def test_a_wrong_checkpoint_is_reported_before_pictures_are_encoded(tmp_path: Pa
         trainer(tmp_path, pipeline, resume_from="nope")
 
 
+@pytest.mark.parametrize("is_dataset", [True, False], ids=["dataset", "list"])
+def test_a_broken_picture_is_named_before_any_work(is_dataset: bool, tmp_path: Path):
+    whole, broken = tmp_path / "whole.png", tmp_path / "broken.png"
+    Image.effect_noise((64, 64), 50).save(whole)
+    broken.write_bytes(whole.read_bytes()[:600])
+    rows: Any = [{"prompt": "a cat", "chosen": whole, "rejected": file} for file in (whole, broken)]
+    if is_dataset:
+        columns = {name: [str(row[name]) for row in rows] for name in rows[0]}
+        pictures = {name: datasets.Image() for name in ("chosen", "rejected")}
+        rows = datasets.Dataset.from_dict(columns, datasets.Features(prompt=datasets.Value("string"), **pictures))
+    else:
+        rows = [row | {name: Image.open(row[name]) for name in ("chosen", "rejected")} for row in rows]
+    with pytest.raises(ValueError, match=r"(?s)row 1 .*truncated"):
+        trainer(tmp_path, rows=rows)
+
+
 def test_a_size_that_the_pipeline_cannot_divide_is_refused_before_any_work(tmp_path: Path):
     rows = [row | {name: torch.rand(3, 18, 16) for name in ("chosen", "rejected")} for row in rows_of(8)]
     pipeline = tiny.stable_diffusion_3()

@@ -1,7 +1,7 @@
 """`trimtab ddpo`, `nft`, `align-prop`, `diffusion-dpo`: a diffusion pipeline from rewards, or pairs of pictures."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from trimtab_diffusion import (
     DiffusionNFTTrainer,
 )
 from trimtab_diffusion.ddpo.selfcheck import ReplayError
-from trimtab_diffusion.diffusion_dpo.data import CheckedPairs, Pairs, check_pairs
+from trimtab_diffusion.diffusion_dpo.data import check_pairs
 from trimtab_diffusion.prompts import Prompts
 from trimtab_diffusion.steps import ScheduleError
 from trimtab_diffusion.training.sampling import RewardFunction
@@ -107,7 +107,7 @@ class PairArguments(PipelineArguments):
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the trainer takes after its config, by position and by name."""
         pairs = pairs_of(self.dataset, self.split, self.dataset_config)
-        return (self.pipeline(), pairs), {}
+        return (self.pipeline(), pairs), {"is_checked": True}
 
 
 @dataclass(kw_only=True)
@@ -212,12 +212,11 @@ def diffusion_dpo(argv: Sequence[str]) -> int:
     return _train("diffusion-dpo", argv, PairArguments, DiffusionDPOConfig, DiffusionDPOTrainer, about=ABOUT_PAIRS)
 
 
-def pairs_of(dataset: str, split: str, config: str | None = None) -> Pairs:
+def pairs_of(dataset: str, split: str, config: str | None = None) -> Dataset:
     """The rows of pairs of pictures, all of which can be read.
 
     Raises:
-        ValueError: a folder's metadata.jsonl does not name the pictures, a file of a picture is missing or broken, or
-            `check_pairs` refuses a row.
+        ValueError: a folder's metadata.jsonl does not name the pictures, or `check_pairs` refuses a row.
     """
     metadata = Path(dataset, "metadata.jsonl")
     if metadata.is_file():
@@ -234,26 +233,8 @@ def pairs_of(dataset: str, split: str, config: str | None = None) -> Pairs:
                 'files beside it: {"prompt": "a cat", "chosen_file_name": "1.png", "rejected_file_name": "2.png"}.'
             )
     rows = open_dataset(dataset, split, config)
-    check_pairs(_Readable(rows))  # in place of the trainer, before the pipeline is loaded
-    return CheckedPairs(rows)
-
-
-@dataclass(frozen=True)
-class _Readable:
-    """Rows whose errors name the row."""
-
-    rows: Dataset
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: int) -> Mapping[str, Any]:
-        try:
-            return self.rows[number]
-        except (OSError, ValueError, SyntaxError) as error:  # a broken PNG is a SyntaxError
-            raise ValueError(
-                f"A picture of row {number} cannot be read: {error}. Replace the file, or leave the row out."
-            ) from error
+    check_pairs(rows)  # in place of the trainer, before the pipeline is loaded
+    return rows
 
 
 def _train(name: str, argv: Sequence[str], arguments: Any, config_kind: Any, kind: Any, *, about: str) -> int:

@@ -4,7 +4,6 @@ import hashlib
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +20,7 @@ from trimtab_diffusion.training.sampling import SAMPLES_PER_PROMPT
 from trimtab_diffusion.trajectories import Arguments, Schedule, Trajectories, joined
 
 PICTURES = ("chosen", "rejected")
+UNREADABLE = (OSError, ValueError, SyntaxError)  # a broken PNG is a SyntaxError
 
 
 class Pairs(Protocol):
@@ -28,19 +28,6 @@ class Pairs(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class CheckedPairs:
-    """Rows that `check_pairs` has read, so that a trainer does not decode all pictures once more to check them."""
-
-    rows: Pairs
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
-        return self.rows[index]
 
 
 def check_autoencoder(pipeline: DiffusionPipeline | DDPOStableDiffusionPipeline) -> None:
@@ -56,18 +43,22 @@ def check_autoencoder(pipeline: DiffusionPipeline | DDPOStableDiffusionPipeline)
 
 
 def check_pairs(pairs: Pairs) -> None:
-    """Checks all rows before any work, unless they are `CheckedPairs`.
+    """Checks all rows before any work.
 
     Raises:
-        ValueError: there are no rows, a column is missing, a caption is empty, or pictures differ in size.
+        ValueError: there are no rows, a column is missing, a caption is empty, a picture cannot be read, or pictures
+            differ in size.
     """
-    if isinstance(pairs, CheckedPairs):
-        return
     if not len(pairs):
         raise ValueError("The dataset has no pairs. Pass rows with `prompt`, `chosen` and `rejected`.")
     size = None
     for i in range(len(pairs)):
-        row = pairs[i]
+        try:
+            row = pairs[i]
+        except UNREADABLE as error:
+            raise ValueError(
+                f"A picture of row {i} cannot be read: {error}. Replace the file, or leave the row out."
+            ) from error
         if missing := [name for name in ("prompt", *PICTURES) if row.get(name) is None]:
             raise ValueError(
                 f"Row {i} has no {' and no '.join(missing)}; it has {', '.join(row)}. Each row needs a caption "
@@ -117,11 +108,11 @@ def picture_of(value: Any, name: str) -> Image.Image:
     """A picture in RGB.
 
     Raises:
-        ValueError: the value is none.
+        ValueError: the value is none, or its file cannot be read.
     """
     try:
         return to_pil(value)
-    except (ValueError, TypeError) as error:
+    except (*UNREADABLE, TypeError) as error:
         raise ValueError(f"The {name} is no picture: {error}") from error
 
 

@@ -35,6 +35,7 @@ class DiffusionDPOTrainer(PipelineTrainer):
             of whose denoiser is then trained.
         train_dataset: rows with a caption `prompt` and two pictures of one size, `chosen` and `rejected`: PIL images,
             or arrays [3, H, W] or [H, W, 3], uint8 or float within [0, 1].
+        is_checked: whether `check_pairs` has read these rows, so that all pictures are not decoded once more.
 
     Raises:
         ValueError: the pipeline has no AutoencoderKL, or cannot divide the pictures' size, or its `call_kwargs` have
@@ -51,9 +52,12 @@ class DiffusionDPOTrainer(PipelineTrainer):
         config: DiffusionDPOConfig,
         sd_pipeline: DDPOStableDiffusionPipeline | DiffusionPipeline,
         train_dataset: Pairs,
+        *,
+        is_checked: bool = False,
     ) -> None:
         check_autoencoder(sd_pipeline)
-        check_pairs(train_dataset)
+        if not is_checked:
+            check_pairs(train_dataset)
         super().__init__(config, sd_pipeline)
         check_inputs(self.sd_pipeline, picture_of(train_dataset[0]["chosen"], "chosen of row 0").size)
         self.pairs = len(train_dataset)
