@@ -157,6 +157,24 @@ def test_critic_with_a_trunk_of_its_own():
     assert {"v_head.summary.weight", "pretrained_model.transformer.h.0.mlp.c_fc.weight"} <= set(critic_moved)
 
 
+@pytest.mark.parametrize("build", [tiny.policy, tiny.scorer])
+def test_a_critic_recomputes_its_activations_too(build):
+    def run(is_checkpointing):
+        critic, calls = build(1, DOUBLE), []
+        layers = [module for name, module in critic.named_modules() if name.endswith(".attn")]
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *_: calls.append(1))
+        model = tiny.policy(dtype=DOUBLE)
+        trainer = tiny.ppo(model, arguments={"value_model": critic}, gradient_checkpointing=is_checkpointing)
+        trainer.step(*tiny.batch())
+        return tiny.weights(critic), len(calls) / len(layers)
+
+    (plain, calls), (weights, more) = run(False), run(True)
+    assert more == calls + 1  # each layer runs again in backward
+    for name in plain:
+        torch.testing.assert_close(weights[name], plain[name], rtol=0, atol=1e-8)
+
+
 def test_policy_and_critic_do_not_share_a_loss():
     """With a separate critic, the value loss never reaches the policy."""
 

@@ -123,9 +123,17 @@ def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
             "prefix tuning."
         )
     interface.check_generation_config(model.pretrained_model)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
     return model
+
+
+def actor_critic_of(config: PPOConfig, model: PreTrainedModelWrapper, value_model: Any) -> ActorCritic:
+    """Policy and value function; both recompute activations if the config says so."""
+    actor_critic = ActorCritic(model, value_model)
+    if config.gradient_checkpointing:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # see `PreTrainedModelWrapper`
+            for trained in (model,) if value_model is None else (model, value_model):
+                trained.gradient_checkpointing_enable()
+    return actor_critic
 
 
 def reference_of(

@@ -94,7 +94,7 @@ class PPOTrainer(NamesOf2024):
         self.is_encoder_decoder = model.is_encoder_decoder
         self.padding = Padding(self.tokenizer.pad_token_id, decoder_start_of(model.pretrained_model))
         self.reference, self.ref_model = setup.reference_of(model, ref_model, num_shared_layers)
-        actor_critic = ActorCritic(model, value_model)
+        actor_critic = setup.actor_critic_of(config, model, value_model)
         optimizer, self.lr_scheduler = setup.optimizers_of(config, optimizer, lr_scheduler, actor_critic)
         self.accelerator = setup.accelerator_of(config, actor_critic)
         self.config = setup.filled(config, model, self.accelerator.num_processes)
