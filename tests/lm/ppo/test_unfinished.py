@@ -36,8 +36,8 @@ class Watched:
 
     def train(self, **options: Any) -> None:
         self.trainer.train(
-            lambda queries, responses, **_: works.scored(responses),
-            generation_kwargs={"max_new_tokens": 6, "do_sample": True},
+            [score_of_works, nothing],
+            generation_kwargs={"max_new_tokens": 6, "do_sample": True, "eos_token_id": [3, 4]},
             on_step=lambda step, logs, batch: self.logs.append(logs),
             **options,
         )
@@ -45,6 +45,14 @@ class Watched:
     def state(self) -> dict[str, Any]:
         kept = ("actor_critic", "optimizer", "lr_scheduler", "kl_ctl", "running", "sampler", "batches")
         return {name: getattr(self.trainer, name).state_dict() for name in kept}
+
+
+def score_of_works(queries: list[str], responses: list[str]) -> list[float]:
+    return works.scored(responses)
+
+
+def nothing(completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
 
 
 def without_times(logs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from trimtab_common.stats import Mean, packed, unpacked
+from trimtab_common.stats import Mean, Summary, packed, unpacked
 
 UNKNOWN = torch.empty(0)
 
@@ -83,10 +83,17 @@ class Unfinished:
 
     Attributes:
         batch: None between steps.
+        sampling: statistics of its responses that `train` logs with the step's.
     """
 
     def __init__(self) -> None:
         self.batch: Evaluated | None = None
+        self.sampling: dict[str, Summary] = {}
+
+    def take_sampling(self) -> dict[str, Summary]:
+        """`sampling`, which is empty afterwards."""
+        sampling, self.sampling = self.sampling, {}
+        return sampling
 
     def state_dict(self) -> dict[str, Any]:
         """For torch.save; empty between steps."""
@@ -94,12 +101,14 @@ class Unfinished:
             return {}
         rollout, mismatch, recorded = self.batch
         rows = [minibatch._asdict() for minibatch in recorded]
-        return {"rollout": dict(vars(rollout)), "mismatch": packed(mismatch), "recorded": packed(rows)}
+        stats = {"mismatch": packed(mismatch), "sampling": packed(self.sampling), "recorded": packed(rows)}
+        return {"rollout": dict(vars(rollout)), **stats}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts back what `state_dict` returned."""
         recorded = [Minibatch(**row) for row in unpacked(state["recorded"])]
         self.batch = Evaluated(Experience(**state["rollout"]), unpacked(state["mismatch"]), recorded)
+        self.sampling = unpacked(state.get("sampling", {}))  # of an earlier version: without
 
 
 def placed(rollout: Experience, device: torch.device, *, tokens: torch.device) -> Experience:

@@ -185,11 +185,12 @@ class Sampler:
             )
         self.temperature = temperature
 
-    def state_dict(self) -> dict[str, float]:
-        return {"calls": self.calls, "temperature": self.temperature}
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, "temperature": self.temperature, "eos_ids": self.eos_ids}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.calls, self.temperature = int(state["calls"]), state["temperature"]
+        self.eos_ids = state.get("eos_ids", self.eos_ids)  # of an earlier version: without them
 
 
 def rows_of(batch: Mapping[str, Sequence[object]]) -> list[Row]:

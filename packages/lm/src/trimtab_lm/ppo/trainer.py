@@ -162,8 +162,9 @@ class PPOTrainer(NamesOf2024):
                 sampled = sampler.sample(batch, options, self.generate)
                 scored = rewards(*completions_of(batch, sampled, self.tokenizer, self.is_encoder_decoder))
                 scores = scored.rewards.tolist()
+                self.unfinished.sampling = sampling_stats(sampled, rewards.names, scored, step=self.steps_done)
                 stats = self.step(batch["input_ids"], sampled.completions, scores, **step_arguments(sampled))
-                if more := sampling_stats(sampled, rewards.names, scored, step=self.steps_done - 1):
+                if more := self.unfinished.take_sampling():
                     stats |= self.gather_stats(more)
                 if (episodes := sampled.episodes) is not None:
                     scores = [score + float(row.sum()) for score, row in zip(scores, episodes.rewards, strict=True)]
@@ -242,6 +243,8 @@ class PPOTrainer(NamesOf2024):
         tokens = self.current_device if "batched_forward_pass" in overridden else torch.device("cpu")
         rollout = placed(batch.rollout, self.current_device, tokens=tokens)
         stats = self._finish_step(rollout, batch, overridden, Clock())
+        if more := self.unfinished.take_sampling():
+            stats |= self.gather_stats(more)
         rows = {"query": batch.rollout.queries, "response": batch.rollout.responses}
         texts: Stats = {name: [self.tokenizer.decode(row) for row in ids] for name, ids in rows.items()}
         return self.log_stats(stats, texts, batch.rollout.scores.tolist()), texts
