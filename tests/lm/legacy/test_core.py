@@ -22,6 +22,7 @@ def test_scores_of_logits():
     expected = torch.tensor([[math.log(0.75), math.log(0.5)]])
     torch.testing.assert_close(core.logprobs_from_logits(logits, labels), expected)
     every = core.logprobs_from_logits(logits, labels, gather=False)
+    assert core.logprobs_from_logits(logits.bfloat16(), labels, gather=False).dtype == torch.float32
     torch.testing.assert_close(every.exp(), torch.tensor([[[0.25, 0.75], [0.5, 0.5]]]))
     entropy = core.entropy_from_logits(logits)
     torch.testing.assert_close(entropy, torch.tensor([[-0.25 * math.log(0.25) - 0.75 * math.log(0.75), math.log(2)]]))

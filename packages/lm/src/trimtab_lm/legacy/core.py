@@ -19,7 +19,7 @@ from trimtab_common.config import flattened
 from trimtab_common.formulas import masking
 from trimtab_common.seeding import set_seed as set_seed  # one of trl.core's names
 from trimtab_lm.tokens.layout import pad
-from trimtab_lm.tokens.scores import TokenScores, score_logits
+from trimtab_lm.tokens.scores import TokenScores, score_logits, upcast
 
 WANDB_PADDING = -1
 """What `stack_dicts` pads with."""
@@ -33,7 +33,7 @@ def _scores(logits: Tensor, labels: Tensor) -> TokenScores:
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, gather: bool = True) -> Tensor:
     """Log-probabilities of `labels` [B, T] under logits [B, T, V]; [B, T, V] of all tokens with gather=False."""
-    return _scores(logits, labels).logprobs.view_as(labels) if gather else logits.log_softmax(-1)
+    return _scores(logits, labels).logprobs.view_as(labels) if gather else upcast(logits).log_softmax(-1)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
