@@ -17,6 +17,7 @@ from trimtab_lm.sampling.rollout import (
     Notes,
     RolloutBackend,
     SamplingSettings,
+    distortions,
     eos_token_ids,
     roll_out,
     sampling_config,
@@ -103,7 +104,7 @@ class Sampler:
             config, rest = sampling_config(model, self.tokenizer, **{**fixed, **generation_kwargs})
             if config.do_sample:
                 self._take_temperature(config.temperature)
-            self._note(config)
+            self._note(distortions(config))
             self.eos_ids = rest["eos_ids"]
             return generate(model, queries, config, **rest, **options)
 

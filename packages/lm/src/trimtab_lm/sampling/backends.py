@@ -123,7 +123,7 @@ class TransformersRollout:
     def _prepare(self, model: Any) -> None:
         """Translates the settings, for a model and for its generation config as it is now."""
         config, rest = self.settings.config(model, self.tokenizer)
-        self._note(config)
+        self._note(distortions(config))
         self.is_plain = not distortions(config)
         batch_size, shares = self.batch_size, self.share_prompts
         self.complete = Completer(model, config, batch_size=batch_size, share_prompts=shares, **rest)
@@ -227,7 +227,7 @@ class ContinuousBatchingRollout:
                 f"Continuous batching would ignore: {'; '.join(ignored)}. Leave them out, or sample with transformers' "
                 "generate instead."
             )
-        self._note(config)
+        self._note(distortions(config))
         config.num_return_sequences = num_generations
         return config, eos_ids
 

@@ -164,7 +164,7 @@ def check_room(
     positions.check_sample(longest, settings.max_completion_length, is_encoder_decoder=False, remedy=ways)
 
 
-def said(settings: Mapping[str, Any]) -> dict[str, Any]:
+def without_unset(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings without those of `PLAIN_SAMPLING` that set nothing: None, and a `min_length` of 0 or -1."""
     kept = {name: value for name, value in settings.items() if value is not None or name not in PLAIN_SAMPLING}
     if kept.get("min_length", 1) <= 0:
@@ -185,7 +185,7 @@ def sampling_config(
     tokens that it forbids or forces. End tokens and the length limit come from it. None, `top_k=0.0` and
     `min_length=-1` mean off.
     """
-    config, kwargs = GenerationConfig(pad_token_id=padding_id(tokenizer)), said(kwargs)
+    config, kwargs = GenerationConfig(pad_token_id=padding_id(tokenizer)), without_unset(kwargs)
     if "top_k" in kwargs:
         kwargs["top_k"] = int(kwargs["top_k"])
     defaults = {name: value for name, value in model.generation_config.to_dict().items() if name not in PLAIN_SAMPLING}
@@ -265,7 +265,7 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        object.__setattr__(self, "generation_kwargs", said(self.generation_kwargs))
+        object.__setattr__(self, "generation_kwargs", without_unset(self.generation_kwargs))
         if "do_sample" in self.generation_kwargs:
             raise ValueError("generation_kwargs sets do_sample: completions are always sampled; top_k=1 is greedy.")
         if owned := sorted(OWNED.intersection(self.generation_kwargs)):
@@ -281,7 +281,7 @@ class SamplingSettings:
         Args:
             generation_kwargs: `max_new_tokens`, `temperature` and so on, under their names in GenerationConfig.
         """
-        kwargs = said(generation_kwargs)
+        kwargs = without_unset(generation_kwargs)
         if kwargs.get("do_sample"):
             del kwargs["do_sample"]
         kwargs.pop("pad_token_id", None)  # masks mark padding by its place
@@ -327,8 +327,8 @@ class Notes:
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def __call__(self, config: GenerationConfig) -> None:
-        for line in distortions(config):
+    def __call__(self, lines: Sequence[str]) -> None:
+        for line in lines:
             if line not in self._seen:
                 self._seen.add(line)
                 warnings.warn(f"The sampler is not the policy that is trained: {line}.", stacklevel=4)

@@ -15,7 +15,16 @@ from trimtab_common.seeding import load_rng_state, private_rng, rng_state, sampl
 from trimtab_common.sharding import whole_weights
 from trimtab_common.stats import world_size
 from trimtab_lm.interface import Model, base_of, decoder_config, learns_prompt
-from trimtab_lm.sampling.rollout import Notes, Rollout, SamplingSettings, check_room, require_version
+from trimtab_lm.sampling.rollout import (
+    FORBIDDEN,
+    REWEIGHTED,
+    Notes,
+    Rollout,
+    SamplingSettings,
+    check_room,
+    distortions,
+    require_version,
+)
 from trimtab_lm.tokens.positions import Positions
 
 from .weights import checkpoint_weights
@@ -27,6 +36,12 @@ OLDEST_VLLM = "0.32"
 """The first release whose workers reload weights after they have processed them, and tell which sampled a token."""
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the distribution that is sampled: at its temperature."""
+
+DISTORTIONS_BY_VLLM = {
+    **dict.fromkeys(("logit_bias", "presence_penalty", "frequency_penalty"), REWEIGHTED),
+    **dict.fromkeys(("bad_words", "min_tokens", "allowed_token_ids", "structured_outputs"), FORBIDDEN),
+}
+"""Fields of vllm.SamplingParams that make the sampler another policy, and what they do; see `rollout.DISTORTIONS`."""
 
 PACKS_HEADS = "cpu"
 """The device on which vLLM packs a tied head for itself, so that it must be sent its weight under its own name."""
@@ -69,7 +84,7 @@ class VLLMRollout:
         self.version: int | None = None
         self._device = torch.device("cpu")
         self._is_asleep = False
-        Notes()(sampling_of(settings))
+        Notes()(distortions_of(settings))
 
     @torch.no_grad()
     def sync(self, model: Model, version: int) -> None:
@@ -194,11 +209,11 @@ def sampling_params(
     }
 
 
-def sampling_of(settings: SamplingSettings) -> GenerationConfig:
-    """The settings that can change the distribution, by transformers' names."""
-    bad_words = settings.generation_kwargs.get("bad_words")
-    further = {"bad_words_ids": bad_words and [[0]], "min_new_tokens": settings.generation_kwargs.get("min_tokens")}
-    return GenerationConfig(do_sample=True, **settings.warpers, **further)
+def distortions_of(settings: SamplingSettings) -> list[str]:
+    """The settings that change the distribution of tokens, one line each; see `distortions`."""
+    own = {name: value for name, value in settings.generation_kwargs.items() if name in DISTORTIONS_BY_VLLM and value}
+    lines = distortions(GenerationConfig(do_sample=True, **settings.warpers))
+    return [*lines, *(f"{name}={value}: {DISTORTIONS_BY_VLLM[name]}" for name, value in own.items())]
 
 
 def engine_policy(model: Model) -> PreTrainedModel:

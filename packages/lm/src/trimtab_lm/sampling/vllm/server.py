@@ -29,8 +29,8 @@ from .engine import (
     OLDEST_VLLM,
     PACKS_HEADS,
     check_served,
+    distortions_of,
     engine_policy,
-    sampling_of,
     sampling_params,
 )
 from .transfer import WeightBroadcast, WeightFiles
@@ -88,7 +88,7 @@ class VLLMServerRollout:
         self.positions, self.devices = Positions("a vLLM server", None, None), set[str]()
         self.eos_ids: list[int] = []
         self.version: int | None = None
-        Notes()(sampling_of(settings))
+        Notes()(distortions_of(settings))
 
     def sync(self, model: Model, version: int) -> None:
         if self.version == version:
