@@ -137,3 +137,10 @@ def test_a_length_that_is_too_great_does_not_break_a_run(tmp_path):
     sft = trainer(rows, tmp_path, num_train_epochs=2, per_device_train_batch_size=2)
     sft.train()
     assert sft.state.global_step == 2 * math.ceil(len(rows) / 3 / 2)
+
+
+@pytest.mark.parametrize("source", [{"dataset_text_field": "text"}, {"formatting_func": lambda row: row["text"]}])
+def test_a_text_that_is_none_is_refused(source):
+    rows = ConstantLengthDataset(tiny.tokenizer(), [{"text": "ab"}, {"text": None}], seq_length=4, **source)
+    with pytest.raises(ValueError, match=r"The text is None \(NoneType\): a text is needed"):
+        list(rows)

@@ -12,6 +12,7 @@ from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from trimtab_lm.data.formats import Row
+from trimtab_lm.data.kinds import check_texts
 from trimtab_lm.data.tokenization import begins_with_bos
 from trimtab_lm.interface import Batch
 
@@ -47,7 +48,8 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
         add_special_tokens: whether the tokenizer adds its special tokens, to texts that do not begin with BOS.
 
     Raises:
-        ValueError: dataset_text_field and formatting_func came together, or a row has fewer than two tokens.
+        ValueError: dataset_text_field and formatting_func came together, or a row has fewer than two tokens; an
+            iteration raises it for a text that is none.
     """
 
     def __init__(
@@ -125,6 +127,8 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
             for row in self.dataset:
                 is_empty = False
                 document = self.read(row)
+                if not self.is_tokenized:
+                    check_texts("text", text=document)
                 documents.append(document)
                 characters += len(document[0]) * self.chars_per_token if self.is_tokenized else len(document)
                 if characters >= self.buffer_characters:
