@@ -50,6 +50,20 @@ def test_it_reads_a_text_as_reward_trainer_does(kind, pad, is_chat, tmp_path):
         assert reward(rows["prompt"], rows[side]) == pytest.approx(expected[:, i].tolist(), rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_length": 65}, "max_length=65, and the reward model has 64 positions"),
+        ({"max_length": 0}, "max_length=0, and"),
+        ({"label": 1}, "label=1, and the reward model has 1 labels"),
+        ({"label": -1}, "label=-1, and"),
+    ],
+)
+def test_a_label_and_a_length_that_the_model_has_not_are_refused(settings, message: str):
+    with pytest.raises(ValueError, match=message):
+        RewardModel(tiny.scorer(), tiny.tokenizer(), **settings)
+
+
 def test_a_model_that_learnt_without_eos_reads_without_it():
     model, tokenizer = tiny.scorer().eval(), tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE

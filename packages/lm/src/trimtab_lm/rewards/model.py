@@ -39,8 +39,9 @@ class RewardModel:
         ends_in_eos: False for a model that was trained on texts without EOS at their end.
 
     Raises:
-        ValueError: a module without a tokenizer, a model of several labels without `label`, no EOS, padding that the
-            model cannot tell from EOS, or a decoder with virtual tokens before the text.
+        ValueError: a module without a tokenizer, a model of several labels without `label`, a label that it has not, a
+            max_length beyond its positions, no EOS, padding that the model cannot tell from EOS, or a decoder with
+            virtual tokens before the text.
     """
 
     def __init__(
@@ -71,6 +72,16 @@ class RewardModel:
                 f"The reward model has {model.config.num_labels} labels ({model.config.id2label}): "
                 "say which one is the reward, RewardModel(..., label=1)."
             )
+        positions, labels = Positions.of(model).decoder, model.config.num_labels
+        if label is not None and not 0 <= label < labels:
+            raise ValueError(
+                f"label={label}, and the reward model has {labels} labels. Give one from 0 to {labels - 1}."
+            )
+        if max_length is not None and not 1 <= max_length <= (positions or max_length):
+            raise ValueError(
+                f"max_length={max_length}, and the reward model has {positions or 'any number of'} positions. Give a "
+                "number from 1 up to them, or leave it out."
+            )
         base = base_of(model)
         refuse_eos_as_padding(tokenizer, base)
         if scores_last_token(base):
@@ -78,7 +89,7 @@ class RewardModel:
         self.model: Any = placed(model.eval().requires_grad_(False), device)
         self.tokenizer, self.label, self.batch_size = tokenizer, label or 0, batch_size
         self.ends_in_eos, self._has_cut = ends_in_eos, False
-        limits = (getattr(model.config.get_text_config(), "max_position_embeddings", None), Positions.of(model).decoder)
+        limits = (getattr(model.config.get_text_config(), "max_position_embeddings", None), positions)
         self.max_length = max_length or min((limit for limit in limits if limit is not None), default=None)
 
     def __call__(self, queries: Sequence[str], responses: Sequence[str], **_: object) -> list[float]:
