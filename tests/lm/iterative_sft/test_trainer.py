@@ -284,6 +284,15 @@ def test_train_goes_through_a_data_set(tmp_path):
     assert sft.train().global_step == 3
 
 
+def test_a_data_set_is_cut_with_one_warning():
+    data = Dataset.from_dict({"text": ["abcdef", "abc", "abcdefghi"]})
+    with pytest.warns(UserWarning, match="max_length=4") as warned:
+        sft = trainer(arguments={"train_dataset": data}, max_length=4)
+    assert sft.train_dataset["input_ids"] == [ids("def$"), ids("abc$"), ids("ghi$")]
+    (cut,) = [str(warning.message) for warning in warned if "max_length=4" in str(warning.message)]
+    assert cut.startswith("max_length=4: cut 9 tokens from 2 of 3 rows.")
+
+
 @pytest.mark.parametrize("make", [tiny.gpt2, tiny.t5])
 def test_tools_and_template_settings_of_a_row_reach_the_chat_template(make):
     tokenizer = tiny.tokenizer()

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab_lm.data.formats import RowFormat, columns_of, prepare_dataset, row_format
 from trimtab_lm.data.sources import as_data
 from trimtab_lm.data.tokenization import encode_prompt_completion, encode_seq2seq, encode_text, template_settings
-from trimtab_lm.data.truncation import truncate_row
+from trimtab_lm.data.truncation import IS_EMPTIED, TOKENS_CUT, report_truncation, truncate_row
 from trimtab_lm.interface import Model, base_of
 from trimtab_lm.tokens.ids import check_ids, check_labels, check_mask, vocabulary_size
 from trimtab_lm.tokens.positions import Positions
@@ -51,10 +51,9 @@ def rows_of_tensors(
     input_ids: Sequence[Tensor] | None,
     attention_mask: Sequence[Tensor] | None,
     labels: Sequence[Tensor] | None,
-    config: IterativeSFTConfig,
     reader: Reader,
 ) -> Rows:
-    """`input_ids` and `labels` of each row, without masked positions; see IterativeSFTTrainer.step."""
+    """`input_ids` and `labels` of each row, without masked positions and not cut; see IterativeSFTTrainer.step."""
     if input_ids is None:
         raise ValueError("step() got neither input_ids nor texts. Give one of them.")
     if reader.is_encoder_decoder and labels is None:
@@ -76,17 +75,16 @@ def rows_of_tensors(
             check_labels(row["input_ids"], row["labels"], real, row=f"[{i}]")
             row["labels"] = list(compress(row["labels"], real))
         rows.append(row | {"input_ids": list(compress(row["input_ids"], real))})
-    return _cut(rows, config, reader)
+    return rows
 
 
 def rows_of_texts(
     texts: Sequence[str],
     texts_labels: Sequence[str] | None,
     tokenizer: PreTrainedTokenizerBase,
-    config: IterativeSFTConfig,
     reader: Reader,
 ) -> Rows:
-    """`input_ids` and `labels` of each text; see IterativeSFTTrainer.step."""
+    """`input_ids` and `labels` of each text, not cut; see IterativeSFTTrainer.step."""
     if reader.is_encoder_decoder and texts_labels is None:
         raise ValueError("An encoder-decoder model needs texts_labels beside texts: what the decoder is to write.")
     _check_lists(texts, {"texts_labels": texts_labels})
@@ -103,7 +101,7 @@ def rows_of_texts(
         else:
             rows.append(_learning(tokenizer, text, target, i))
     check_ids("texts", [torch.tensor(row["input_ids"]) for row in rows], reader.vocab_size)
-    return _cut(rows, config, reader)
+    return rows
 
 
 def tokenize_dataset(
@@ -113,21 +111,25 @@ def tokenize_dataset(
     dataset = as_data(dataset)
     kind = row_format(columns_of(dataset), FORMATS, needed_for="IterativeSFT")
 
-    def encode(row: Mapping[str, Any]) -> dict[str, list[int]]:
+    def whole(row: Mapping[str, Any]) -> dict[str, list[int]]:
         if kind == RowFormat.TOKENIZED:
             ids, mask, labels = (None if row.get(name) is None else [torch.tensor(row[name])] for name in COLUMNS)
-            return rows_of_tensors(ids, mask, labels, config, reader)[0]
+            return rows_of_tensors(ids, mask, labels, reader)[0]
         if kind == RowFormat.TEXT:
-            return rows_of_texts([row["text"]], None, tokenizer, config, reader)[0]
+            return rows_of_texts([row["text"]], None, tokenizer, reader)[0]
         texts, settings = (row["prompt"], row["completion"]), template_settings(row)
         if reader.is_encoder_decoder:
-            return _cut([encode_seq2seq(tokenizer, *texts, **settings)], config, reader)[0]
+            return encode_seq2seq(tokenizer, *texts, **settings)
         encoded = encode_prompt_completion(tokenizer, *texts, **settings)
         pairs = zip(encoded["input_ids"], encoded["completion_mask"], strict=True)
-        row = {"input_ids": encoded["input_ids"], "labels": [token if one else -100 for token, one in pairs]}
-        return _cut([row], config, reader)[0]
+        return {"input_ids": encoded["input_ids"], "labels": [token if one else -100 for token, one in pairs]}
 
-    return prepare_dataset(dataset, encode, desc="tokenizing")
+    def encode(row: Mapping[str, Any]) -> dict[str, object]:
+        (short,), count = _cut([whole(row)], config, reader)
+        return {**short, TOKENS_CUT: count, IS_EMPTIED: False}
+
+    rows = prepare_dataset(dataset, encode, desc="tokenizing")
+    return report_truncation(rows, limit=f"max_length={config.max_length}")
 
 
 COLUMNS = ("input_ids", "attention_mask", "labels")
@@ -161,19 +163,31 @@ def _learning(tokenizer: PreTrainedTokenizerBase, text: str, target: str, i: int
     return {"input_ids": ids, "labels": [token if one else -100 for token, one in zip(ids, mask, strict=True)]}
 
 
-def _cut(rows: Rows, config: IterativeSFTConfig, reader: Reader) -> Rows:
-    """The rows at most max_length tokens long, with one warning of how much was cut.
+def cut(rows: Rows, config: IterativeSFTConfig, reader: Reader) -> Rows:
+    """The rows at most max_length tokens long, with one warning of how much was cut; raises as `_cut` does."""
+    kept, count = _cut(rows, config, reader)
+    if count:
+        warnings.warn(
+            f"max_length={config.max_length}: cut {count:,} tokens of {len(rows):,} rows; truncation_mode is "
+            f"{config.truncation_mode!r}.",
+            stacklevel=3,
+        )
+    return kept
+
+
+def _cut(rows: Rows, config: IterativeSFTConfig, reader: Reader) -> tuple[Rows, int]:
+    """The rows at most max_length tokens long, and how many tokens were cut.
 
     Raises ValueError for a row that holds nothing to learn, or is longer than the model's positions.
     """
-    kept, cut = [], 0
+    kept, count = [], 0
     for i, row in enumerate(rows):
         columns = (("input_ids",), ("labels",)) if reader.is_encoder_decoder else (("input_ids", "labels"),)
         short: dict[str, list[int]] = {}
         for own in columns:
             ids, mask = row[own[0]], [int(label != -100) for label in row[own[-1]]]
             result = truncate_row(ids, mask, max_length=config.max_length, mode=config.truncation_mode)  # type: ignore[arg-type]
-            cut += result.tokens_cut
+            count += result.tokens_cut
             short[own[0]] = result.input_ids
             labels = [token if one else -100 for token, one in zip(result.input_ids, result.mask, strict=True)]
             short[own[-1]] = labels if own[-1] == "labels" else result.input_ids
@@ -187,10 +201,4 @@ def _cut(rows: Rows, config: IterativeSFTConfig, reader: Reader) -> Rows:
         remedy = f"Set max_length ({config.max_length}) to cut it, or leave it out."
         reader.positions.check(f"Row {i} is too long", **lengths, remedy=remedy)
         kept.append(short)
-    if cut:
-        warnings.warn(
-            f"max_length={config.max_length}: cut {cut:,} tokens of {len(rows):,} rows; truncation_mode is "
-            f"{config.truncation_mode!r}.",
-            stacklevel=5,
-        )
-    return kept
+    return kept, count

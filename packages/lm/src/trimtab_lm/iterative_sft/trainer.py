@@ -17,7 +17,7 @@ from trimtab_lm.sft.algorithm import score_labels, token_nll
 
 from .algorithm import update
 from .config import IterativeSFTConfig
-from .data import Reader, Rows, refuse_unread, rows_of_tensors, rows_of_texts, tokenize_dataset
+from .data import Reader, Rows, cut, refuse_unread, rows_of_tensors, rows_of_texts, tokenize_dataset
 from .run import StepRun
 
 
@@ -104,10 +104,10 @@ class IterativeSFTTrainer(LabelTrainer[IterativeSFTConfig]):
         tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         refuse_unread({"texts_labels": texts_labels} if texts is None else tensors)
         if texts is not None:
-            rows = rows_of_texts(texts, texts_labels, self.tokenizer, self.config, self.reader)
+            rows = rows_of_texts(texts, texts_labels, self.tokenizer, self.reader)
         else:
-            rows = rows_of_tensors(input_ids, attention_mask, labels, self.config, self.reader)
-        return self._learn(rows)
+            rows = rows_of_tensors(input_ids, attention_mask, labels, self.reader)
+        return self._learn(cut(rows, self.config, self.reader))
 
     def _learn(self, rows: Rows) -> dict[str, Any]:
         """See `step`."""
