@@ -262,13 +262,12 @@ def finished_runs(*folders: Path) -> list[Run]:
 
 def pack(runs: Sequence[Run], archive: Path) -> None:
     """Writes what reports read of the runs into an archive: their files of JSON, and the pictures of the first seed."""
-    root = Path(os.path.commonpath([run.folder.parent for run in runs]))
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_LZMA) as file:
         for run in runs:
             is_first = run.config.get("seed", 0) == runs[0].config.get("seed", 0)
             sheets = [sheet for sheet in sorted(run.folder.glob("*.png")) if is_first and sheet.name != FIGURE]
             for path in (*sorted(run.folder.glob("*.json*")), *sheets):
-                file.write(path, path.relative_to(root))
+                file.write(path, Path(*path.parts[-3:]))  # sweep, run, file
 
 
 def unpacked(folder: Path, place: Path) -> Path:

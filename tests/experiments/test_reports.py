@@ -248,14 +248,22 @@ def test_a_report_of_packed_runs_is_that_of_the_runs(tmp_path: Path, monkeypatch
         (folder / "after.png").write_bytes(b"a picture")
         (folder / "weights.bin").write_bytes(b"weights")
         close_folder(folder, {"score": 0.1 * seed})
-    (tmp_path / "out").mkdir()
-    for words in (["runs", "--out", "out", "--pack"], ["out/runs.zip", "--out", "."], ["out/runs.zip"]):
+    for name in ("out", "first", "both"):
+        (tmp_path / name).mkdir()
+    for words in (
+        ["runs", "--out", "out", "--pack"],
+        ["out/runs.zip", "--out", "."],
+        ["runs/1", "--out", "first", "--pack"],
+        ["first/runs.zip", "runs/2", "--out", "both", "--pack"],
+        ["out/runs.zip"],
+    ):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["report.py", *words])
         with pytest.raises(SystemExit) as end:
             reports.main("t", "c", read)
     assert end.value.code == 2  # an archive is no place for a page
     assert seen[:2] == [(1, True, [{"step": 1, "loss": 1.1}]), (2, True, [{"step": 1, "loss": 2.1}])]
-    assert seen[2:] == [seen[0], (2, False, seen[1][2])]  # the pictures of the first seed are enough
+    assert seen[2:4] == [seen[0], (2, False, seen[1][2])]  # the pictures of the first seed are enough
+    assert zipfile.ZipFile("both/runs.zip").namelist() == zipfile.ZipFile("out/runs.zip").namelist()
     assert (tmp_path / "numbers.json").read_text() == (tmp_path / "out" / "numbers.json").read_text()
     assert "weights" not in str(zipfile.ZipFile(tmp_path / "out" / "runs.zip").namelist())
