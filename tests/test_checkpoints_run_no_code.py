@@ -1,5 +1,6 @@
 """A checkpoint that someone has changed and sealed again runs no code when a run resumes from it."""
 
+import enum
 import io
 import os
 import pickle
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tools.chaos import works
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from trimtab_common.checkpoint_shards import refuse_code
 from trimtab_common.sealing import MANIFEST, CheckpointError, main
@@ -33,6 +35,13 @@ class Code:
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.mkdir, (str(self.trace),)
+
+
+class OfAClass:
+    """Is unpickled as an attribute of a class."""
+
+    def __reduce__(self) -> tuple[Any, tuple[type, str]]:
+        return getattr, (BytesStorageMetadata, "__init__")
 
 
 def planted(trace: Path, name: str) -> bytes:
@@ -92,3 +101,15 @@ def test_what_torch_unpickles_of_shared_weights_is_data(tmp_path: Path):
         assert not trace.exists(), name
     dcp.load(weights, checkpoint_id=tmp_path / "an entry" / "shards")
     assert trace.exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_member_of_an_enum_may_be_pickled_by_getattr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Python 3.11.2 does so."""
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "shards")
+    assert b"getattr" in (tmp_path / "shards" / ".metadata").read_bytes()
+    refuse_code(tmp_path)
+    (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(OfAClass()))
+    with pytest.raises(CheckpointError, match=r"to read it would run code.*it reads '__init__' of"):
+        refuse_code(tmp_path)
