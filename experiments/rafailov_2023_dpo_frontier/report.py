@@ -273,7 +273,7 @@ def panels_by_texts(
 def color_of(methods: Methods, method: str) -> str:
     """A method's colour, the same in all panels."""
     colors: list[str] = plt.rcParams["axes.prop_cycle"].by_key()["color"]
-    return colors[list(dict.fromkeys(each for _, each in methods)).index(method)]
+    return colors[list(dict.fromkeys(each for _, each in methods)).index(method) % len(colors)]
 
 
 def finished(plot: plt.Figure, axes: Sequence[Axes], label: str) -> plt.Figure:
