@@ -123,8 +123,9 @@ class TransformersRollout:
     def _prepare(self, model: Any) -> None:
         """Translates the settings, for a model and for its generation config as it is now."""
         config, rest = self.settings.config(model, self.tokenizer)
-        self._note(distortions(config))
-        self.is_plain = not distortions(config)
+        bent = distortions(config)
+        self._note(bent)
+        self.is_plain = not bent
         batch_size, shares = self.batch_size, self.share_prompts
         self.complete = Completer(model, config, batch_size=batch_size, share_prompts=shares, **rest)
         self.model, self._generation_config = model, copy.deepcopy(model.generation_config)
