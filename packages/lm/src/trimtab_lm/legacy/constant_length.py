@@ -48,8 +48,8 @@ class ConstantLengthDataset(torch.utils.data.IterableDataset[Batch]):
         add_special_tokens: whether the tokenizer adds its special tokens, to texts that do not begin with BOS.
 
     Raises:
-        ValueError: dataset_text_field and formatting_func came together, or a row has fewer than two tokens; an
-            iteration raises it for a text that is none.
+        ValueError: dataset_text_field and formatting_func came together, or a row has fewer than two tokens. The
+            iterator raises it where a text is None.
     """
 
     def __init__(
