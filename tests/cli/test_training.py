@@ -293,10 +293,10 @@ def test_pictures_beside_prompts_are_read_when_their_prompt_is_drawn(place, monk
         datasets.Image, "decode_example", lambda *args, **kwargs: (decoded.append(1), decode(*args, **kwargs))[1]
     )
     prompts = ddpo.prompts_of("drawings", "train")
-    assert not decoded
+    assert len(decoded) == 3  # to check that they can be read
     prompt, metadata = prompts()
     assert prompt == f"a cat {metadata['image'].getpixel((0, 0))[0]}"
-    assert len(decoded) == 1
+    assert len(decoded) == 4
 
 
 def test_a_broken_line_beside_pictures_is_named(place, capsys, monkeypatch):
@@ -353,7 +353,7 @@ def with_noise(forward):
     return noisy
 
 
-@pytest.mark.parametrize(
+DAMAGES = pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda file: file.unlink(), "No such file or directory"),
@@ -361,6 +361,9 @@ def with_noise(forward):
         (lambda file: file.write_bytes(file.read_bytes()[:600]), "truncated"),
     ],
 )
+
+
+@DAMAGES
 def test_a_picture_that_cannot_be_read_ends_in_one_line_before_the_pipeline_is_loaded(
     damage, message, place, capsys, monkeypatch
 ):
@@ -372,6 +375,23 @@ def test_a_picture_that_cannot_be_read_ends_in_one_line_before_the_pipeline_is_l
     damage(Path("pictures/1.png"))
     error = error_of(["diffusion-dpo", "--model=model", "--dataset=pictures", "--mixed_precision=no"], capsys)
     assert "A picture of row 0 cannot be read: " in error
+    assert message in error
+
+
+@DAMAGES
+@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
+def test_a_picture_beside_a_prompt_that_cannot_be_read_ends_in_one_line_before_the_pipeline_is_loaded(
+    damage, message, flag, place, capsys, monkeypatch
+):
+    monkeypatch.setattr(ddpo.RewardArguments, "pipeline", lambda self: pytest.fail("The pipeline is loaded."))
+    Path("good.txt").write_text("a red cat\n")
+    write_rows("drawings/metadata.jsonl", [{"prompt": "a cat", "file_name": f"{number}.png"} for number in range(3)])
+    for number in range(3):
+        Image.effect_noise((64, 64), 50).save(f"drawings/{number}.png")
+    damage(Path("drawings/1.png"))
+    words = ("--dataset=good.txt", f"--{flag}=drawings", "--reward=rewards.py:warmth", "--mixed_precision=no")
+    error = error_of(["ddpo", "--model=model", *words], capsys)
+    assert "A picture of row 1 of drawings cannot be read: " in error
     assert message in error
 
 

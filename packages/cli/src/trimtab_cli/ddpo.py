@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from datasets.features.features import require_decoding
 from diffusers.utils.logging import disable_progress_bar
 
 from trimtab_common.config import CountFromZero, setting
@@ -24,7 +25,7 @@ from trimtab_diffusion import (
     DiffusionNFTTrainer,
 )
 from trimtab_diffusion.ddpo.selfcheck import ReplayError
-from trimtab_diffusion.diffusion_dpo.data import check_pairs
+from trimtab_diffusion.diffusion_dpo.data import check_pairs, row_of
 from trimtab_diffusion.prompts import Prompts
 from trimtab_diffusion.steps import ScheduleError
 from trimtab_diffusion.training.sampling import RewardFunction
@@ -171,7 +172,8 @@ def prompts_of(dataset: str, split: str, config: str | None = None) -> Prompts:
     """The rows of a dataset as a prompt function.
 
     Raises:
-        ValueError: the dataset has no column of prompts or no rows, or a prompt is no text or blank.
+        ValueError: the dataset has no column of prompts or no rows, a prompt is no text or blank, or a picture beside
+            one cannot be read.
     """
     rows = open_dataset(dataset, split, config)
     column = next((name for name in COLUMNS if name in rows.column_names), None)
@@ -188,8 +190,14 @@ def prompts_of(dataset: str, split: str, config: str | None = None) -> Prompts:
             raise ValueError(
                 f"Row {number} of {dataset} has the {column} {prompt!r}. Write a text there, or leave the row out."
             )
-    # The other columns stay in the dataset, which reads a row, and decodes its pictures, when its prompt is drawn.
-    return Prompts(prompts, rows.remove_columns(column) if len(rows.column_names) > 1 else [{}] * len(rows))
+    if len(rows.column_names) == 1:
+        return Prompts(prompts, [{}] * len(rows))
+    # The other columns stay in the dataset, which decodes the pictures of a row again when its prompt is drawn.
+    metadata = rows.remove_columns(column)
+    if any(map(require_decoding, metadata.features.values())):
+        for number in range(len(metadata)):
+            row_of(metadata, number, f" of {dataset}")
+    return Prompts(prompts, metadata)
 
 
 def ddpo(argv: Sequence[str]) -> int:

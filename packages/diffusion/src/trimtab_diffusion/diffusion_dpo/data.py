@@ -20,7 +20,7 @@ from trimtab_diffusion.training.sampling import SAMPLES_PER_PROMPT
 from trimtab_diffusion.trajectories import Arguments, Schedule, Trajectories, joined
 
 PICTURES = ("chosen", "rejected")
-UNREADABLE = (OSError, ValueError, SyntaxError)  # a broken PNG is a SyntaxError
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # a broken PNG is a SyntaxError
 
 
 class Pairs(Protocol):
@@ -53,12 +53,7 @@ def check_pairs(pairs: Pairs) -> None:
         raise ValueError("The dataset has no pairs. Pass rows with `prompt`, `chosen` and `rejected`.")
     size = None
     for i in range(len(pairs)):
-        try:
-            row = pairs[i]
-        except UNREADABLE as error:
-            raise ValueError(
-                f"A picture of row {i} cannot be read: {error}. Replace the file, or leave the row out."
-            ) from error
+        row = row_of(pairs, i)
         if missing := [name for name in ("prompt", *PICTURES) if row.get(name) is None]:
             raise ValueError(
                 f"Row {i} has no {' and no '.join(missing)}; it has {', '.join(row)}. Each row needs a caption "
@@ -74,6 +69,20 @@ def check_pairs(pairs: Pairs) -> None:
                     f"The {name} picture of row {i} has {came[0]} x {came[1]} pixels, the first picture has {size[0]} "
                     f"x {size[1]}. Resize all pictures to one size, that of the pipeline."
                 )
+
+
+def row_of(rows: Pairs, number: int, source: str = "") -> Mapping[str, Any]:
+    """A row of a dataset, which decodes its pictures; `source` ends its name in errors.
+
+    Raises:
+        ValueError: a picture cannot be read.
+    """
+    try:
+        return rows[number]
+    except UNREADABLE as error:
+        raise ValueError(
+            f"A picture of row {number}{source} cannot be read: {error}. Replace the file, or leave the row out."
+        ) from error
 
 
 def check_inputs(pipeline: DDPOStableDiffusionPipeline, size: tuple[int, int]) -> None:
