@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
-from tests.diffusion import tiny
+from tests.diffusion import modern, tiny
 from transformers import HfArgumentParser
 
 from trimtab_common.config import parse_config, to_flat_dict
@@ -388,6 +388,12 @@ def test_steps_of_a_pipeline_that_are_not_those_of_the_config_are_refused(settin
 def test_calculate_loss_refuses_a_timestep_that_is_not_of_the_schedule():
     with pytest.raises(ValueError, match=r"Timesteps \[7\] came"):
         trainer().calculate_loss(torch.zeros(1, 4, 8, 8), torch.tensor([7]), *[torch.zeros(1)] * 4)
+
+
+def test_calculate_loss_asks_for_a_call_of_the_pipeline_where_the_steps_depend_on_the_images():
+    one = trainer(pipeline=modern.flux(), sample_guidance_scale=2.0)
+    with pytest.raises(ValueError, match=r"calculate_loss came before .* \(use_dynamic_shifting\).* Call the pipeline"):
+        one.calculate_loss(torch.zeros(1, 16, 16), torch.tensor([500.0]), *[torch.zeros(1)] * 4)
 
 
 # ------------------------------------------------------------------ a script of 2024

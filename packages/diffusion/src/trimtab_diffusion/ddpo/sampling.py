@@ -15,7 +15,7 @@ from trimtab_common.stats import Deviation, Mean, Stats
 from trimtab_common.time_limit import reward_limit
 from trimtab_diffusion.compat.trees import tree_leaves
 from trimtab_diffusion.pipelines import DDPOStableDiffusionPipeline
-from trimtab_diffusion.steps import Steps
+from trimtab_diffusion.steps import ScheduleError, Steps
 from trimtab_diffusion.training.sampling import RewardFunction, checked_prompt, guidance_of, rewards_of
 from trimtab_diffusion.trajectories import TEXT, Schedule, Trajectories
 
@@ -204,10 +204,19 @@ def schedule_of(
     """The schedule of the pipeline's last call (before the first call, the config's), and `embeds` by name.
 
     There is guidance where the prompts' embeddings have twice `count` rows.
+
+    Raises:
+        ScheduleError: before the first call, the scheduler's steps depend on the size of the images.
     """
     conditions = embeds if isinstance(embeds, Mapping) else {TEXT: embeds}
     schedule = pipeline.schedule
     if schedule is None:
+        if pipeline.scheduler.config.get("use_dynamic_shifting"):
+            raise ScheduleError(
+                "calculate_loss came before the pipeline's first call, and the scheduler shifts the steps by the size "
+                "of the images (use_dynamic_shifting), which is unknown until then. Call the pipeline, draw or step "
+                "before."
+            )
         steps = steps_of(pipeline, config)
         _, name, *_ = inspect.signature(type(pipeline.denoiser).forward).parameters
         schedule = Schedule(steps, steps.timesteps, name)

@@ -267,7 +267,8 @@ class DDPOTrainer(PipelineTrainer):
             Tensors without a dimension: the loss, a mean over the B; its approximate KL; the share that was clipped.
 
         Raises:
-            ValueError: a timestep is not one of the schedule.
+            ValueError: a timestep is not one of the schedule; or, before the pipeline's first call, the steps depend on
+                the size of the images (`use_dynamic_shifting`).
         """
         schedule, conditions = schedule_of(self.sd_pipeline, self.config, embeds, len(latents))
         index, dimensions = schedule.steps.index_of(timesteps), latents[0].numel()
