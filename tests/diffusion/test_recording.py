@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -422,6 +423,14 @@ def test_calls_whose_fixed_arguments_differ_do_not_go_into_one_batch():
     for other in (part(2.0, [0.0]), part(1.0, [1.0]), part(1.0, [0.0]) | {"others": Fixed(1)}):
         with pytest.raises(ValueError, match=r"do not go into one batch: .*differs between calls"):
             joined([part(1.0, [0.0]), other], dim=0)
+
+
+def test_images_that_share_conditions_are_not_joined():
+    _, _, path = recorded("stable_diffusion", FREE)
+    shared = replace(path, condition_rows=torch.zeros(len(path), dtype=torch.int64))
+    assert Trajectories.joined([shared]) is shared
+    with pytest.raises(ValueError, match="Trajectories with condition_rows came"):
+        Trajectories.joined([path, shared])
 
 
 def test_trajectories_are_built_once():

@@ -189,9 +189,18 @@ class Trajectories:
 
     @classmethod
     def joined(cls, parts: Sequence[Trajectories]) -> Trajectories:
-        """Returns the images of several calls of one pipeline with the same settings as one batch."""
+        """Returns the images of several calls of one pipeline with the same settings as one batch.
+
+        Raises:
+            ValueError: images of a part share rows of conditions, or `joined` refuses their conditions.
+        """
         if len(parts) == 1:
             return parts[0]
+        if any(part.condition_rows is not None for part in parts):
+            raise ValueError(
+                "Trajectories with condition_rows came, whose images share conditions: they are not joined. Join the "
+                "images before they share any."
+            )
         return cls(
             parts[0].schedule,
             torch.cat([part.first for part in parts]),
