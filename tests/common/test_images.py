@@ -1,8 +1,11 @@
 """Images in RGB."""
 
+from pathlib import Path
+
+import datasets
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from trimtab_common.images import to_pil
 
@@ -30,6 +33,17 @@ def test_opaque_pixels_stay():
     red = Image.new("RGB", (2, 2), "red")
     assert np.array_equal(np.asarray(to_pil(red)), np.asarray(red))
     assert to_pil(Image.new("L", (1, 1), 90)).getpixel((0, 0)) == (90, 90, 90)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp"])
+def test_a_turned_photograph_is_upright_as_datasets_decodes_it(kind: str, tmp_path: Path):
+    exif, file = Image.Exif(), str(tmp_path / f"turned.{kind}")
+    exif[ExifTags.Base.Orientation] = 6
+    Image.effect_noise((4, 2), 50).convert("RGB").save(file, exif=exif)
+    decoded = datasets.Dataset.from_dict({"image": [file]}).cast_column("image", datasets.Image())[0]["image"]
+    opened = to_pil(Image.open(file))
+    assert opened.size == decoded.size == (2, 4)
+    assert opened.tobytes() == to_pil(decoded).tobytes() == to_pil(opened).tobytes() == decoded.tobytes()
 
 
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])

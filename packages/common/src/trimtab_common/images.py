@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 Picture = Image.Image | np.ndarray | torch.Tensor
 
@@ -11,7 +11,8 @@ def to_pil(image: Picture) -> Image.Image:
     """Converts an image to RGB; transparent pixels show a white background.
 
     Args:
-        image: a PIL image, or an array [3, H, W] or [H, W, 3], uint8 or float within [0, 1].
+        image: a PIL image, which is turned as its EXIF orientation says, as `datasets` turns files; or an array
+            [3, H, W] or [H, W, 3], uint8 or float within [0, 1].
 
     Raises:
         ValueError: the image has more than 8 bits per channel, or the array another shape or floats outside [0, 1].
@@ -22,6 +23,7 @@ def to_pil(image: Picture) -> Image.Image:
                 f"an image of mode {image.mode} came in, with more than 8 bits per channel; 8 bits are needed. Scale "
                 'its values to 0 to 255, then image.convert("L").'
             )
+        image = ImageOps.exif_transpose(image)
         if image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return image.convert("RGB")
