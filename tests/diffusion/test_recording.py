@@ -12,6 +12,7 @@ from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipe
 from tests.diffusion import tiny
 from torch.distributions import Normal
 
+from trimtab_common.health import TrainingDivergedError
 from trimtab_diffusion.compat.trees import tree_leaves
 from trimtab_diffusion.recorder import record
 from trimtab_diffusion.steps import gaussian_logprob
@@ -406,6 +407,21 @@ def test_a_walk_from_the_middle_is_refused():
     pipeline = tiny.quiet(StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False), torch.float32)
     with untouched(pipeline), pytest.raises(ValueError, match="took 2 of 4 steps"):
         record(pipeline, eta=1.0, **built("stable_diffusion")[1], image=torch.zeros(2, 3, 16, 16), strength=0.5)
+
+
+@pytest.mark.parametrize("settings", [FREE, GUIDED])
+@pytest.mark.parametrize("step", [0, 2])
+def test_an_output_that_is_not_finite_ends_the_run(settings: dict[str, Any], step: int):
+    pipeline, call = built("stable_diffusion")
+    seen = list[int]()
+
+    def breaks(module: Any, inputs: Any, output: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        seen.append(1)
+        return (output[0] * (torch.nan if len(seen) > step else 1),)
+
+    pipeline.unet.register_forward_hook(breaks)
+    with pytest.raises(TrainingDivergedError, match="The denoiser's output is not finite"):
+        record(pipeline, eta=1.0, generator=tiny.generator(), **call, **settings)
 
 
 def test_a_pipeline_without_a_denoiser_is_refused():

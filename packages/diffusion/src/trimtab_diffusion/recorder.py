@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from trimtab_common.accelerators import moved
+from trimtab_common.health import TrainingDivergedError
 from trimtab_diffusion.compat.trees import tree_map_with_path
 from trimtab_diffusion.steps import Steps, gaussian_logprob, gaussian_sample
 from trimtab_diffusion.trajectories import Arguments, Fixed, Schedule, Trajectories, guided, joined
@@ -69,6 +70,7 @@ def record(
     Raises:
         ValueError: eta is 0, the denoiser is called in another way, or the pipeline combines guidance in an unknown
             way.
+        TrainingDivergedError: the denoiser's output is not finite.
     """
     if eta == 0:
         raise ValueError(
@@ -218,18 +220,20 @@ class _Recorder:
 
         Raises:
             ValueError: a step cannot be replayed.
+            TrainingDivergedError: the denoiser's output is not finite.
         """
         kind = type(self.pipeline).__name__
+        if not bool(checks[:, 1].all()):  # first: NaN is not equal to itself
+            raise TrainingDivergedError(
+                "The denoiser's output is not finite. In half precision, try mixed_precision='bf16' or 'no'; after "
+                "updates, resume from the last checkpoint with a lower learning rate."
+            )
         keeps_norm = not bool(checks[:, 2].all())
-        for reads_latents, is_finite, *is_guided, is_unchanged in checks.tolist():
+        for reads_latents, _, *is_guided, is_unchanged in checks.tolist():
             if not reads_latents:
                 raise ValueError(
                     f"The denoiser of {kind} reads {self.read}, the scheduler steps from {list(self.first.shape)}. Use "
                     "a denoiser that reads the latents alone, once or twice."
-                )
-            if not is_finite:
-                raise ValueError(
-                    "The denoiser's output is not finite. In half precision, try mixed_precision='bf16' or 'no'."
                 )
             if not is_guided[keeps_norm]:
                 raise ValueError(
