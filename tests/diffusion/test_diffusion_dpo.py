@@ -221,6 +221,19 @@ def test_adapters_leave_no_copy_to_take_from_the_device(tmp_path: Path):
         trainer(tmp_path, use_lora=True, precompute_ref_errors=True)
 
 
+def test_a_second_trainer_on_adapters_that_have_trained_names_its_reference(tmp_path: Path):
+    first = trainer(tmp_path, use_lora=True, train_batch_size=8, train_learning_rate=1e-2)
+    first.step(0, 0)
+    with pytest.warns(UserWarning, match="adapters have trained already, and the reference is the denoiser without"):
+        second = DiffusionDPOTrainer(first.config, first.sd_pipeline, rows_of(8))
+    second.step(0, 0)
+    assert abs(second.last_stats["loss"] - math.log(2)) > 1e-3
+    wrapped_again = DDPOStableDiffusionPipeline(first.sd_pipeline.sd_pipeline, use_lora=True)
+    third = DiffusionDPOTrainer(first.config, wrapped_again, rows_of(8))
+    third.step(0, 0)
+    assert third.last_stats["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
 def test_the_reference_of_trained_adapters_has_them_as_they_were(tmp_path: Path):
     pipeline = tiny.with_trained_adapters(tiny.stable_diffusion())
     before = {name: weight.detach().clone() for name, weight in pipeline.unet.named_parameters()}

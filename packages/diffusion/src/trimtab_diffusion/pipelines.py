@@ -81,6 +81,7 @@ class DDPOStableDiffusionPipeline:
             classifier-free.
         takes_negative_prompt: whether the pipeline has such an argument.
         has_new_adapters: whether it made its adapters, so that the reference is the denoiser without them.
+        has_trained: whether a trainer has taken a step.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class DDPOStableDiffusionPipeline:
             if isinstance(part, nn.Module):
                 part.requires_grad_(False).eval()
         self.has_new_adapters = use_lora and self.name not in adapted
+        self.has_trained = False
         if use_lora:
             add_lora(self.denoiser, rank=lora_rank)
         else:

@@ -156,6 +156,7 @@ class PipelineTrainer:
 
     def _report(self, epoch: int, stats: Mapping[str, Any], vitals: Vitals) -> None:
         """Keeps an epoch's numbers as `last_stats`, checks their health, and sends them on."""
+        self.sd_pipeline.has_trained = True
         self.last_stats = {name: value for name, value in stats.items() if isinstance(value, float)}
         warns = self.accelerator.is_main_process
         health = self.run.health.report(vitals, self.last_stats, when=f"epoch {epoch}", warns=warns)

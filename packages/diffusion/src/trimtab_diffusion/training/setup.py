@@ -218,6 +218,13 @@ def reference_of(
             + " Leave it out."
         )
     if pipeline.has_new_adapters:
+        if pipeline.has_trained:
+            warnings.warn(
+                "The pipeline's adapters have trained already, and the reference is the denoiser without them, as "
+                "before that training. For a reference with them, wrap the diffusers pipeline again: "
+                "DDPOStableDiffusionPipeline(pipeline.sd_pipeline, use_lora=True).",
+                stacklevel=3,
+            )
         return pipeline.reference
     if replaced(pipeline, DDPOStableDiffusionPipeline, "reference"):
         raise TypeError(
