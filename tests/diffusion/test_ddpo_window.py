@@ -10,6 +10,7 @@ from tests.diffusion.run_ddpo_distributed import trainer, weights
 
 from trimtab_diffusion import DDPOConfig, DDPOStableDiffusionPipeline
 from trimtab_diffusion.ddpo.algorithm import window_of
+from trimtab_diffusion.steps import Steps
 
 STEPS = 6
 BUILD = {"sd": tiny.stable_diffusion, "sd3": tiny.stable_diffusion_3}
@@ -33,6 +34,16 @@ def test_the_window_moves_by_a_step_and_begins_again():
     still = DDPOConfig(sample_num_steps=6, sample_window=5, sample_window_interval=0, mixed_precision="no")
     assert [window_of(still, epoch) for epoch in (0, 1, 40)] == [(0, 5)] * 3
     assert window_of(DDPOConfig(mixed_precision="no"), 3) is None
+
+
+@pytest.mark.parametrize("kind", BUILD)
+def test_a_window_does_not_round_the_noise_of_latents_in_half_precision(kind: str):
+    scheduler = BUILD[kind]().scheduler
+    scheduler.set_timesteps(STEPS)
+    latents, index = torch.ones(STEPS, 2, dtype=torch.bfloat16), torch.arange(STEPS)
+    whole, windowed = (Steps.of(scheduler, 0.7, window).gaussian(latents, latents, index) for window in (None, (2, 4)))
+    for all_steps, inside in zip(whole, windowed, strict=True):
+        assert torch.equal(inside[2:4], all_steps[2:4])
 
 
 @pytest.mark.parametrize("kind", BUILD)

@@ -276,7 +276,8 @@ class Steps:
         eta: float | Tensor = self.eta
         if self.window is not None:
             first, end = self.window
-            eta = along(eta * ((first <= index) & (index < end)).to(sample.dtype), sample)
+            dtype = torch.promote_types(sample.dtype, torch.float32)  # half precision would round eta
+            eta = along(eta * ((first <= index) & (index < end)).to(dtype), sample)
         if self.is_flow:
             second = float(self.before[min(1, len(self) - 1)])
             return flow_gaussian(model_output, sample, sigma=before, sigma_next=after, sigma_second=second, eta=eta)
