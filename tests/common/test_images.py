@@ -46,6 +46,12 @@ def test_a_turned_photograph_is_upright_as_datasets_decodes_it(kind: str, tmp_pa
     assert opened.tobytes() == to_pil(decoded).tobytes() == to_pil(opened).tobytes() == decoded.tobytes()
 
 
+@pytest.mark.parametrize("value", ["a.png", Path("a.png"), {"bytes": b"", "path": "a.png"}, None])
+def test_what_is_no_picture_is_named_with_the_way_to_read_files(value: object):
+    with pytest.raises(ValueError, match=rf"\({type(value).__name__}\) came in; a PIL image or an array.*cast_column"):
+        to_pil(value)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
 def test_values_that_8_bits_cannot_hold_are_refused(kind: type):
     """PIL makes black and white of them."""

@@ -1,5 +1,7 @@
 """Converts images to PIL images in RGB, for trackers, rewards and trainers."""
 
+import reprlib
+
 import numpy as np
 import torch
 from PIL import Image, ImageOps
@@ -15,7 +17,8 @@ def to_pil(image: Picture) -> Image.Image:
             [3, H, W] or [H, W, 3], uint8 or float within [0, 1].
 
     Raises:
-        ValueError: the image has more than 8 bits per channel, or the array another shape or floats outside [0, 1].
+        ValueError: it is neither, the image has more than 8 bits per channel, or the array another shape or floats
+            outside [0, 1].
     """
     if isinstance(image, Image.Image):
         if image.mode[0] in "IF":  # such as I;16; PIL would cut its values off at 255
@@ -30,6 +33,11 @@ def to_pil(image: Picture) -> Image.Image:
     if isinstance(image, torch.Tensor):
         image = (image.float() if image.is_floating_point() else image).detach().cpu().numpy()
     array = np.asarray(image)
+    if array.ndim == 0:  # NumPy makes it of whatever is no array
+        raise ValueError(
+            f"{reprlib.repr(image)} ({type(image).__name__}) came in; a PIL image or an array is needed. Open a file: "
+            "PIL.Image.open(name), or for a whole column dataset.cast_column(column, datasets.Image())."
+        )
     if array.ndim != 3 or 3 not in (array.shape[0], array.shape[2]):
         raise ValueError(f"an image of shape {array.shape} came in; [3, H, W] or [H, W, 3] is needed.")
     if array.shape[0] == 3:
