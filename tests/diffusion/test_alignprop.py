@@ -354,3 +354,21 @@ def test_two_processes_are_one(tmp_path: Path):
             assert torch.allclose(weight, alone["weights"][key.removeprefix("module.")], atol=1e-10), (name, key)
         for mine, its in zip(first[name]["history"], alone["history"], strict=True):
             assert mine == pytest.approx(its, rel=1e-6)
+
+
+def test_a_step_that_a_reward_has_ended_leaves_no_gradient(tmp_path: Path):
+    calls = list[int]()
+
+    def fails_once(images: Tensor, *others: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:  # after the check and the first part
+            raise ConnectionError
+        return redness(images, *others)
+
+    failed, whole = (trainer(tmp_path, each, train_gradient_accumulation_steps=2) for each in (fails_once, redness))
+    with pytest.raises(ConnectionError):
+        failed.step(0, 0)
+    for each in (failed, whole):
+        each.step(0, 0)
+    assert all(map(torch.equal, failed.model.parameters(), whole.model.parameters()))
+    assert failed.last_stats["grad_norm"] == whole.last_stats["grad_norm"]

@@ -98,6 +98,9 @@ class Updates:
     losses: list[Tensor] = field(default_factory=list, init=False)
     learning_rate: float = field(default=0.0, init=False)
 
+    def __post_init__(self) -> None:
+        self.model.zero_grad()  # of a step that an error has ended
+
     def parts(self, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yields the chunks that make a step; gradients are exchanged with the last."""
         for number, chunk in enumerate(chunks, start=1):
