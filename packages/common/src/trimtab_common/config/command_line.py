@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from trimtab_common.config.fields import Computed, short_name
+from trimtab_common.config.fields import Computed, check_ranges, short_name
 from trimtab_common.config.help_text import REQUIRED, Flag, help_text, type_name
 from trimtab_common.config.records import plain
 from trimtab_common.config.values import ConfigError, decode, read_flags, read_settings, readings
@@ -247,7 +247,9 @@ def _build(section: _Section) -> object:
     if absent:
         raise ConfigError(f"{section.kind.__name__} needs a value for --{', --'.join(absent)}.")
     try:
-        return section.kind(**section.values)
+        built: Any = section.kind(**section.values)
+        check_ranges(built)
+        return built
     except (ValueError, ImportError) as error:
         raise ConfigError(f"{section.kind.__name__}: {error}") from error
 
