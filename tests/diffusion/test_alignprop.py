@@ -174,6 +174,16 @@ def test_bounds_beyond_the_schedule_are_said(tmp_path: Path, recwarn: pytest.War
         trainer(tmp_path)
 
 
+def test_a_fixed_first_step_that_a_draw_replaces_is_said(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    trainer(tmp_path, **FIXED)
+    trainer(tmp_path, truncated_rand_backprop_minmax=(1, STEPS))
+    assert not [warning for warning in recwarn if "has no effect" in str(warning.message)]
+    with pytest.warns(
+        UserWarning, match=r"truncated_backprop_timestep=2 has no effect: .* Set truncated_backprop_rand"
+    ):
+        trainer(tmp_path, truncated_backprop_timestep=STEPS - 1)
+
+
 def test_a_last_step_through_which_a_flow_hardly_trains_is_said(tmp_path: Path, recwarn: pytest.WarningsRecorder):
     with pytest.warns(UserWarning, match=r"last step alone.* from t = 0\.0089.* almost nothing trains"):
         trainer(tmp_path, pipeline=tiny.stable_diffusion_3(), **FIXED).step(0, 0)

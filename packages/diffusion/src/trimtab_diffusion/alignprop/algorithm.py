@@ -18,8 +18,15 @@ SMALL_STEP = 0.05
 """The t of a flow from which a last step changes the image too little to train through it alone."""
 
 
-def warn_of_bounds(config: AlignPropConfig) -> None:
-    """Warns where the bounds of the first step with a gradient reach beyond the schedule: many draws mean its last."""
+def warn_of_first_steps(config: AlignPropConfig) -> None:
+    """Warns of a fixed first step with a gradient that is not read, and of bounds of a drawn one beyond the steps."""
+    fixed = config.truncated_backprop_timestep
+    if config.truncated_backprop_rand and fixed != AlignPropConfig.truncated_backprop_timestep:
+        warnings.warn(
+            f"truncated_backprop_timestep={fixed} has no effect: truncated_backprop_rand=True draws the first step "
+            "with a gradient. Set truncated_backprop_rand=False, or leave the step out.",
+            stacklevel=3,
+        )
     (low, high), count = config.truncated_rand_backprop_minmax, config.sample_num_steps
     if config.truncated_backprop_rand and high > count:
         warnings.warn(

@@ -40,7 +40,7 @@ from .algorithm import (
     reward_loss,
     update,
     warn_of_a_small_last_step,
-    warn_of_bounds,
+    warn_of_first_steps,
 )
 from .config import WITHOUT_EFFECT, AlignPropConfig
 
@@ -70,7 +70,7 @@ class AlignPropTrainer(PipelineTrainer):
         sd_pipeline: DDPOStableDiffusionPipeline | DiffusionPipeline,
         image_samples_hook: Callable[[dict[str, Any], int, HookTracker], object] | None = None,
     ) -> None:
-        warn_of_bounds(config)
+        warn_of_first_steps(config)
         super().__init__(config, sd_pipeline)
         self.image_samples_callback = image_samples_hook
         if config.train_gradient_checkpointing:
