@@ -342,6 +342,14 @@ def test_a_size_that_the_pipeline_cannot_divide_is_refused_before_any_work(tmp_p
         trainer(tmp_path, pipeline, rows)
 
 
+def test_a_picture_that_is_chosen_and_rejected_is_said(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    trainer(tmp_path)
+    assert not [warning for warning in recwarn if "same picture" in str(warning.message)]
+    picture = torch.rand(3, 16, 16)
+    with pytest.warns(UserWarning, match=r"1 of 8 rows have the same picture as chosen and as rejected, .* row 3"):
+        trainer(tmp_path, rows=changed(chosen=picture, rejected=picture.clone()))
+
+
 def test_a_size_far_from_the_pipelines_own_is_said(tmp_path: Path, recwarn: pytest.WarningsRecorder):
     trainer(tmp_path)
     assert not [warning for warning in recwarn if "own size" in str(warning.message)]

@@ -43,7 +43,7 @@ def check_autoencoder(pipeline: DiffusionPipeline | DDPOStableDiffusionPipeline)
 
 
 def check_pairs(pairs: Pairs) -> None:
-    """Checks all rows before any work.
+    """Checks all rows before any work; warns of rows whose two pictures are the same.
 
     Raises:
         ValueError: there are no rows, a column is missing, a caption is empty, a picture cannot be read, or pictures
@@ -51,7 +51,7 @@ def check_pairs(pairs: Pairs) -> None:
     """
     if not len(pairs):
         raise ValueError("The dataset has no pairs. Pass rows with `prompt`, `chosen` and `rejected`.")
-    size = None
+    size, alike = None, list[int]()
     for i in range(len(pairs)):
         row = row_of(pairs, i)
         if missing := [name for name in ("prompt", *PICTURES) if row.get(name) is None]:
@@ -61,14 +61,22 @@ def check_pairs(pairs: Pairs) -> None:
             )
         if not isinstance(row["prompt"], str) or not row["prompt"].strip():
             raise ValueError(f"Row {i} has the prompt {row['prompt']!r}. Write a caption, or leave the row out.")
-        for name in PICTURES:
-            came = picture_of(row[name], f"{name} of row {i}").size
+        chosen, rejected = (picture_of(row[name], f"{name} of row {i}") for name in PICTURES)
+        for name, came in (("chosen", chosen.size), ("rejected", rejected.size)):
             size = size or came
             if came != size:
                 raise ValueError(
                     f"The {name} picture of row {i} has {came[0]} x {came[1]} pixels, the first picture has {size[0]} "
                     f"x {size[1]}. Resize all pictures to one size, that of the pipeline."
                 )
+        if chosen.tobytes() == rejected.tobytes():
+            alike.append(i)
+    if alike:
+        warnings.warn(
+            f"{len(alike)} of {len(pairs)} rows have the same picture as chosen and as rejected, the first of them row "
+            f"{alike[0]}: nothing is learnt from these. Correct them, or leave them out.",
+            stacklevel=3,
+        )
 
 
 def row_of(rows: Pairs, number: int, source: str = "") -> Mapping[str, Any]:
