@@ -373,3 +373,13 @@ def test_a_subclass_trains_on_its_calculate_loss(tmp_path: Path):
     assert doubled["loss"] == pytest.approx(2 * plain["loss"], rel=1e-5)
     assert doubled["approx_kl"] == pytest.approx(plain["approx_kl"], rel=1e-5)
     assert doubled["clipfrac"] == plain["clipfrac"]
+
+
+def test_a_controller_refuses_losses_without_a_kl(tmp_path: Path):
+    ddpo = trainer(str(tmp_path), init_kl_coef=0.1, adap_kl_ctrl=True)
+    usual = ddpo.calculate_loss
+    ddpo.calculate_loss = lambda *arguments: usual(*arguments)  # type: ignore[method-assign]
+    ddpo.step(0, 0)
+    ddpo.calculate_loss = lambda *arguments: tuple(usual(*arguments))  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match=r"adap_kl_ctrl=True needs the KL .* Set adap_kl_ctrl=False, or return"):
+        ddpo.step(1, ddpo.global_step)

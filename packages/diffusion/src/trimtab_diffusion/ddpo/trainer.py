@@ -320,6 +320,11 @@ class DDPOTrainer(PipelineTrainer):
         of_run = {"epoch": float(epoch), "queries": float(self.queries)}
         gathered = gather_stats(merge_stats([of_run | of_samples, *parts]))
         kl = gathered.get("objective/kl")
+        if kl is None and config.adap_kl_ctrl:
+            raise TypeError(
+                "adap_kl_ctrl=True needs the KL that DDPOTrainer.calculate_loss measures, and a replaced one returned "
+                "losses without its statistics. Set adap_kl_ctrl=False, or return what super().calculate_loss returned."
+            )
         kl_coef = None if kl is None else self.kl_ctl.value
         if kl is not None:
             gathered["objective/kl_coef"] = kl_coef
