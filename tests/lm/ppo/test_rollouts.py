@@ -6,8 +6,10 @@ import pytest
 import torch
 from datasets import Dataset
 from tests.lm import tiny
+from tests.lm.sampling.elsewhere import Elsewhere
 
 from trimtab_lm.sampling.backends import ContinuousBatchingRollout, TransformersRollout
+from trimtab_lm.sampling.best_of_n import BestOfNSampler
 from trimtab_lm.sampling.rollout import Rollout, SamplingSettings
 
 QUERIES = tiny.rows(4, 2, 5)
@@ -102,6 +104,15 @@ def test_every_rollout_has_the_weights_of_its_step_and_a_seed_of_its_own():
     trainer.train(lambda completion_ids: [float(i) for i in range(4)])
     assert len({float(weight.sum()) for weight in backend.weights}) == 3
     assert len(set(backend.seeds)) == 3
+
+
+def test_callers_that_share_a_backend_sample_from_the_weights_as_they_are():
+    engine = Elsewhere()
+    trainer = tiny.ppo(arguments={"dataset": data(), "rollout": engine}, steps=1, learning_rate=1e-2)
+    best = BestOfNSampler(trainer.model, trainer.tokenizer, lambda texts: [0.0] * len(texts), None, rollout=engine)
+    trainer.train(lambda completion_ids: [float(i) for i in range(4)])
+    best.generate(QUERIES)
+    assert tiny.moved(tiny.weights(engine.policies[0]), engine.policies[-1])
 
 
 def test_the_config_names_the_backend_of_train():

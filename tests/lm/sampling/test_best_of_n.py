@@ -164,9 +164,9 @@ def test_a_rollout_is_synced_before_each_call_and_draws_anew():
     model = tiny.gpt2()
     rollout = TransformersRollout(SamplingSettings(6), tiny.tokenizer(), batch_size=4)
     best = BestOfNSampler(model, tiny.tokenizer(), lambda texts: [0.0] * len(texts), None, seed=0, rollout=rollout)
-    first = best.generate(QUERIES)
+    first, version = best.generate(QUERIES), rollout.version
     assert best.generate(QUERIES) != first
-    assert rollout.version == 2
+    assert rollout.version not in (None, version)
 
 
 def test_settings_beside_a_rollout_are_refused():

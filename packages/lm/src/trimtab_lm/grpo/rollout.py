@@ -22,7 +22,7 @@ from trimtab_lm.interface import base_of
 from trimtab_lm.rewards.functions import Rewards, RewardSet, Scored, Tokenizers, as_completions
 from trimtab_lm.sampling.backends import make_backend
 from trimtab_lm.sampling.generate import response_texts
-from trimtab_lm.sampling.rollout import Rollout, RolloutBackend, SamplingSettings, roll_out, takes_rows
+from trimtab_lm.sampling.rollout import Rollout, RolloutBackend, SamplingSettings, new_version, roll_out, takes_rows
 from trimtab_lm.tokens.dropout import without_dropout
 from trimtab_lm.tokens.layout import TokenGroup, split
 from trimtab_lm.tokens.positions import Positions
@@ -58,7 +58,7 @@ class GroupSampler:
         self.positions, self.is_noisy = Positions.of(trainer.model), is_noisy(trainer)
         self.is_encoder_decoder = bool(base_of(trainer.model).config.is_encoder_decoder)
         self.seed_of = partial(sampling_seed, config.seed, rank=config.process_index)
-        self.version, self.evaluation_draws = 0, count(EVALUATION)
+        self.version, self.evaluation_draws = new_version(), count(EVALUATION)
 
     def tokenize(self, dataset: DataSource) -> DataSource:
         """The dataset with the token ids of its prompts."""
@@ -88,14 +88,14 @@ class GroupSampler:
             upcoming = prompts if step + updates < trainer.state.max_steps else None
             size, seed = args.num_generations, self.seed_of(draw=step + updates)
             trainer.backend.begin_step(step, upcoming, num_generations=size, seed=seed)
-        self.version += 1
+        self.version = new_version()
         size = len(rows) * args.group_parts // (args.gradient_accumulation_steps * args.steps_per_generation)
         return self.roll_out(rows, draw=step, updates=updates, size=size)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Around an evaluation: each samples by the same seeds. A data loader draws random numbers there, too."""
-        self.version += 1
+        self.version = new_version()
         self.evaluation_draws = count(EVALUATION)
         with private_rngs(self.seed_of(draw=EVALUATION)):
             yield

@@ -19,6 +19,7 @@ from trimtab_lm.sampling.rollout import (
     SamplingSettings,
     distortions,
     eos_token_ids,
+    new_version,
     roll_out,
     sampling_config,
 )
@@ -116,10 +117,10 @@ class Sampler:
         check_ids("queries", queries, vocabulary_size(self.policy.pretrained_model))
         self._take_temperature(backend.settings.temperature)
         self.eos_ids = backend.settings.end_tokens(self.policy.pretrained_model, self.tokenizer)
-        seed = self._next_seed()
+        seed, version = self._next_seed(), new_version()
         with whole_models(self.policy):
-            backend.sync(self.policy.pretrained_model, self.calls)
-            return roll_out(backend, queries, rows, num_generations=1, version=self.calls, seed=seed)
+            backend.sync(self.policy.pretrained_model, version)
+            return roll_out(backend, queries, rows, num_generations=1, version=version, seed=seed)
 
     def sample(
         self, batch: dict[str, Any], options: Mapping[str, Any], generate: Callable[..., list[Tensor]]

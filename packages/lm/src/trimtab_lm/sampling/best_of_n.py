@@ -11,7 +11,7 @@ from trimtab_common.reward_checks import checked_scores
 from trimtab_common.seeding import private_rng, sampling_seed
 from trimtab_common.sharding import whole_weights
 from trimtab_lm.sampling.generate import Completer
-from trimtab_lm.sampling.rollout import RolloutBackend, sampling_config
+from trimtab_lm.sampling.rollout import RolloutBackend, new_version, sampling_config
 from trimtab_lm.tokens.dropout import without_dropout
 
 
@@ -140,9 +140,9 @@ class BestOfNSampler:
     ) -> list[list[Tensor]]:
         if generation_kwargs:
             raise ValueError(f"The rollout samples by its own settings: leave {sorted(generation_kwargs)} out.")
-        seed, size = self._next_seed(), self.sample_size
-        rollout.sync(self.model, self.calls)  # the weights may have changed since the last call
-        samples = rollout.generate(queries, num_generations=size, version=self.calls, seed=seed).completions
+        seed, size, version = self._next_seed(), self.sample_size, new_version()
+        rollout.sync(self.model, version)  # the weights may have changed since the last call
+        samples = rollout.generate(queries, num_generations=size, version=version, seed=seed).completions
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def _next_seed(self) -> int:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -76,7 +77,7 @@ class Rollout(NamedTuple):
 
 
 class RolloutBackend(Protocol):
-    """A sampler of completions. `version` counts the changes of the weights; each rollout says which it must be of.
+    """A sampler of completions. A `version` numbers the weights, see `new_version`; each rollout says which it must be of.
 
     A backend whose class has `is_remote = True` samples in another process: its `generate` only waits, and a thread may
     call it while the policy trains. One with `takes_rows = True` takes the argument `rows`, see `roll_out`, and its
@@ -130,6 +131,14 @@ def roll_out(
     """Completions from any backend; environments get the rows of their prompts."""
     options: dict[str, Any] = {"rows": rows} if takes_rows(backend) else {}
     return backend.generate(prompts, num_generations=num_generations, version=version, seed=seed, **options)
+
+
+_VERSIONS = count(1)
+
+
+def new_version() -> int:
+    """A number for weights that nobody in this process has used: several callers may share a backend."""
+    return next(_VERSIONS)
 
 
 class StaleWeightsError(RuntimeError):

@@ -84,7 +84,7 @@ class VLLMServerRollout:
         self.sender: WeightFiles | WeightBroadcast = WeightFiles(self.servers, weights_folder)
         if weight_transfer == "nccl":
             self.sender = WeightBroadcast(self.servers, trainer_address)
-        self.run = ""  # names the weights of this training run
+        self.run, self.label = "", ""  # name this training run, and the weights that the servers hold
         self.positions, self.devices = Positions("a vLLM server", None, None), set[str]()
         self.eos_ids: list[int] = []
         self.version: int | None = None
@@ -95,24 +95,25 @@ class VLLMServerRollout:
             return
         if not self.run:
             everywhere(lambda: self._connect(engine_policy(model)))
-        # A meeting of all processes: none still samples from the old weights.
-        self.run = gather_over_ranks(self.run or uuid.uuid4().hex)[0]
+        self.run = self.run or uuid.uuid4().hex
+        # A meeting of all processes: none still samples from the old weights. They may number them differently.
+        self.label = gather_over_ranks(f"{self.run}/{version}")[0]
         with whole_weights(model):
             weights = checkpoint_weights(model, repeat_ties=PACKS_HEADS in self.devices)
-            everywhere(lambda: self._send(weights, version))  # the others wait for the first process, which sends
+            everywhere(lambda: self._send(weights))  # the others wait for the first process, which sends
         self.version = version
 
     def generate(self, prompts: Sequence[Tensor], *, num_generations: int, version: int, seed: int) -> Rollout:
         require_version(self.version, version)
         check_room(self.positions, prompts, self.settings, remedy="start the servers with a larger --max-model-len")
-        addresses = self.servers.addresses
+        addresses, label = self.servers.addresses, self.label
 
         def choices(number: int) -> list[dict[str, Any]]:
             server = addresses[(number + rank()) % len(addresses)]
             params = sampling_params(self.settings, self.eos_ids, n=num_generations, seed=seed, number=number)
             body = {"token_ids": prompts[number].tolist(), "sampling_params": params}
             answer = self.servers.ask(server, "/inference/v1/generate", body)["choices"]
-            self._check_version(server, answer, version)
+            self._check_label(server, answer, label)
             return sorted(answer, key=lambda choice: choice["index"])
 
         with ThreadPoolExecutor(self.servers.concurrency * len(addresses)) as pool:
@@ -126,24 +127,21 @@ class VLLMServerRollout:
                 logprobs.append(torch.tensor(taken, device=prompt.device))
         return rollout
 
-    def _check_version(self, server: str, answer: Sequence[dict[str, Any]], version: int) -> None:
+    def _check_label(self, server: str, answer: Sequence[dict[str, Any]], label: str) -> None:
         sampled_by = {span["version"] for choice in answer for span in choice["weight_versions"]}
-        if sampled_by != {self._label(version)}:
+        if sampled_by != {label}:
             raise StaleWeightsError(
-                f"The vLLM server {server} sampled with the weights {sorted(sampled_by)}, not with version {version} "
-                "of this run: it was started again since it got them, or another run sends its weights there. Give "
-                "each run its servers, and resume this one from its checkpoint."
+                f"The vLLM server {server} sampled with the weights {sorted(sampled_by)}, not with {label!r} of this "
+                "run: it was started again since it got them, or another run sends its weights there. Give each run "
+                "its servers, and resume this one from its checkpoint."
             )
 
-    def _label(self, version: int) -> str:
-        return f"{self.run}/{version}"
-
-    def _send(self, weights: dict[str, Tensor], version: int) -> None:
-        """Give every server the weights of a version; only the first process does."""
+    def _send(self, weights: dict[str, Tensor]) -> None:
+        """Give every server the weights with their label; only the first process does."""
         if rank():
             return
         self.sender.send(weights)
-        self.servers.ask_all("/update_weight_version", {"new_version": self._label(version)})
+        self.servers.ask_all("/update_weight_version", {"new_version": self.label})
         self.servers.ask_all("/resume", {})
 
     def _connect(self, policy: PreTrainedModel) -> None:
