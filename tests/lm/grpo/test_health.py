@@ -75,6 +75,13 @@ def test_a_pad_token_that_is_eos_in_a_model_that_never_stops(make):
     assert "pad token is the EOS token" in texts["never_ends"]
 
 
+def test_a_pad_token_that_ends_completions_by_the_generation_config_alone(make):
+    model = tiny.gpt2()
+    model.generation_config.eos_token_id = [tiny.EOS, tiny.PAD]
+    completions = Fixed([False] * 8)
+    assert "pad token is the EOS" in said(make(model=model, rollout=completions, max_steps=10))["never_ends"]
+
+
 def test_rewards_of_a_million_where_nothing_scales_them(make):
     def huge(completions, **_):
         return [1e6 * score for score in share_of_a(completions)]

@@ -60,6 +60,12 @@ class GroupSampler:
         self.seed_of = partial(sampling_seed, config.seed, rank=config.process_index)
         self.version, self.evaluation_draws = new_version(), count(EVALUATION)
 
+    @property
+    def pads_with_an_end(self) -> bool:
+        """Whether padding is a token that ends completions: a model may not have learnt to stop."""
+        settings: SamplingSettings = getattr(self.trainer.backend, "settings", self.config.sampling())
+        return self.tokenizer.pad_token_id in settings.end_tokens(self.trainer.model, self.tokenizer)
+
     def tokenize(self, dataset: DataSource) -> DataSource:
         """The dataset with the token ids of its prompts."""
         return tokenize_prompts(

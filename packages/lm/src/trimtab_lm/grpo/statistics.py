@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, Trainer
+from transformers import Trainer
 
 from trimtab_common.conditions import Vitals
 from trimtab_common.formulas.surrogate import surrogate_stats
@@ -134,7 +134,7 @@ def numbers_of(stats: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
 
 
-def vitals(numbers: Mapping[str, float], config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Vitals:
+def vitals(numbers: Mapping[str, float], config: GRPOConfig, *, pads_with_an_end: bool) -> Vitals:
     """The quantities for the health checks of the steps since the last log."""
     is_scaled = config.scale_rewards in ("group", *OF_THE_BATCH)
     ended = 1 - numbers.get("completions/clipped_ratio", 0.0)
@@ -147,7 +147,7 @@ def vitals(numbers: Mapping[str, float], config: GRPOConfig, tokenizer: PreTrain
         scale=None if is_scaled else numbers.get("reward_std"),
         response_length=numbers.get("completions/mean_length"),
         length_correlation=numbers.get(LENGTH_CORRELATION),
-        ended=ended if tokenizer.pad_token_id == tokenizer.eos_token_id else None,
+        ended=ended if pads_with_an_end else None,
         doubled_bos=numbers.get("prompts/doubled_bos"),
     )
 

@@ -226,8 +226,9 @@ class GRPOTrainer(TrainerAdapter[GRPOConfig, Totals]):
         numbers = numbers_of(self.recorder.flush(training=training))
         if not training:
             return numbers
-        signs, step = vitals(numbers, self.config, self.tokenizer), f"step {self.state.global_step}"
-        health = self.progress.health.report(signs, when=step, warns=self.is_world_process_zero())
+        signs = vitals(numbers, self.config, pads_with_an_end=self.sampler.pads_with_an_end)
+        when, warns = f"step {self.state.global_step}", self.is_world_process_zero()
+        health = self.progress.health.report(signs, when=when, warns=warns)
         return numbers | {"num_tokens": self.progress.num_tokens} | health
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -77,7 +77,7 @@ class Rollout(NamedTuple):
 
 
 class RolloutBackend(Protocol):
-    """A sampler of completions. A `version` numbers the weights, see `new_version`; each rollout says which it must be of.
+    """A sampler of completions. `version` numbers the weights, see `new_version`; a rollout says which it must be of.
 
     A backend whose class has `is_remote = True` samples in another process: its `generate` only waits, and a thread may
     call it while the policy trains. One with `takes_rows = True` takes the argument `rows`, see `roll_out`, and its
