@@ -87,6 +87,14 @@ def test_a_decoder_start_token_in_front_of_a_response_is_not_part_of_it():
     assert length == same_length
 
 
+def test_a_decoder_start_token_that_the_policy_samples_is_a_part_of_its_response():
+    trainer = tiny.ppo(tiny.with_value_head(tiny.t5(0, DOUBLE)))
+    queries, responses, scores = tiny.batch()
+    responses[1] = torch.cat([torch.tensor([tiny.PAD]), responses[1]])
+    stats = trainer.step(queries, responses, scores)
+    assert stats["tokens/responses_len_mean"] == sum(map(len, responses)) / len(responses)
+
+
 @pytest.mark.filterwarnings("ignore:The sampler is not the policy")
 def test_encoder_decoder_generates_responses_without_start_token():
     trainer = tiny.ppo(tiny.with_value_head(tiny.t5(0, DOUBLE)))

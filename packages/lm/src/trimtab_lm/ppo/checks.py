@@ -116,14 +116,15 @@ def _rollout(
 ) -> Experience:
     """The checked arguments of a step, where the passes want them, and with the rewards of its turns in each score.
 
-    `model.generate` returns the decoder start token in front of a response, which is left out.
+    `model.generate` returns the decoder start token in front of every response, where it is left out. Where only some
+    responses begin with it, the policy has sampled it.
     """
     device, decoder_start = trainer.accelerator.device, trainer.padding.decoder_start
     place = device if reads_ids else torch.device("cpu")
-    leads = [int(decoder_start is not None and len(row) > 1 and int(row[0]) == decoder_start) for row in responses]
+    lead = int(decoder_start is not None and all(len(row) > 1 and int(row[0]) == decoder_start for row in responses))
 
     def cut(rows: list[Tensor] | None, to: torch.device) -> Any:
-        return rows and moved([row[lead:] for row, lead in zip(rows, leads, strict=True)], to)
+        return rows and moved([row[lead:] for row in rows], to)
 
     queries, responses = moved(queries, place), cut(responses, place)
     if (rewards := cut(response_rewards, device)) is not None:
