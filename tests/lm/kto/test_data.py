@@ -181,6 +181,7 @@ def test_a_warning_names_weights_that_the_paper_recommends(labels, weights, mess
         ({"max_length": 8, "max_prompt_length": 8}, "max_prompt_length=8 leaves nothing of max_length=8"),
         ({"truncation_mode": "middle"}, "truncation_mode='middle' is unknown"),
         ({"label_smoothing_factor": 0.1}, "smooths token labels"),
+        ({"include_for_metrics": ["inputs"]}, "several answers share a row of the inputs of KTO"),
         ({"precompute_ref_log_probs": True}, "precompute_ref_log_probs=True is not supported: leave it out"),
     ],
 )

@@ -62,6 +62,7 @@ def test_fields_are_flags(parse: str, tmp_path):
         ({"center_rewards_coefficient": float("inf")}, "a finite number above 0"),
         ({"num_eval_samples": -1}, "num_eval_samples=-1 must be a whole number, 0 or above"),
         ({"label_smoothing_factor": 0.1}, "the loss of RewardTrainer"),
+        ({"include_for_metrics": ["inputs"]}, "several answers share a row of the inputs of RewardTrainer"),
         ({"model_init_kwargs": {"num_labels": 2}}, "'num_labels': 2.*Leave num_labels out"),
     ],
 )

@@ -107,6 +107,7 @@ class DPOConfig(TrainerConfig):
             self.loss_type = self.loss_type[0]
         self.loss_type = self.loss_type or "sigmoid"
         self.refuse_label_smoothing("DPO")
+        self.refuse_inputs_for_metrics("DPO", "pairs")
         self._check_settings()
         # A config that is made of another's values has its reference_free, which may follow from the loss.
         self._asks_reference_free = self.reference_free and needs_reference(self.loss_type)
@@ -127,11 +128,6 @@ class DPOConfig(TrainerConfig):
             raise ValueError("ref_log_probs_cache is where precomputed numbers lie: set precompute_ref_log_probs=True.")
         if self.generation_kwargs and not self.generate_during_eval:
             raise ValueError("generation_kwargs are for the table of samples: set generate_during_eval=True.")
-        if "inputs" in self.include_for_metrics:
-            raise ValueError(
-                "include_for_metrics=['inputs'] is not possible: several pairs share a row of DPO's inputs. Take what "
-                "compute_metrics needs from the data set, whose order evaluation keeps."
-            )
 
     @property
     def has_own_loss(self) -> bool:

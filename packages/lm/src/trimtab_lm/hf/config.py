@@ -78,6 +78,18 @@ class TrainerConfig(TrainingArguments):
                 f"{trainer} does not have. Set it to 0."
             )
 
+    def refuse_inputs_for_metrics(self, trainer: str, items: str) -> None:
+        """Refuse the inputs of an evaluation for compute_metrics if their rows are not those of its predictions.
+
+        Raises:
+            ValueError: include_for_metrics names the inputs.
+        """
+        if "inputs" in self.include_for_metrics:
+            raise ValueError(
+                f"include_for_metrics=['inputs'] is not possible: several {items} share a row of the inputs of "
+                f"{trainer}. Take what compute_metrics needs from the data set, whose order evaluation keeps."
+            )
+
 
 Config = TypeVar("Config", bound=TrainerConfig)
 

@@ -53,6 +53,7 @@ class KTOConfig(TrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_label_smoothing("KTO")
+        self.refuse_inputs_for_metrics("KTO", "answers")
         limits = {"max_length": self.max_length, "max_prompt_length": self.max_prompt_length}
         check_limits(self.truncation_mode, **limits)
         if self.loss_type not in LOSSES:

@@ -68,6 +68,7 @@ class RewardConfig(TrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_label_smoothing("RewardTrainer")
+        self.refuse_inputs_for_metrics("RewardTrainer", "answers")
         check_limits(self.truncation_mode, get_args(TruncationMode), max_length=self.max_length)
         labels = (self.model_init_kwargs or {}).get("num_labels", 1)
         if labels != 1:
