@@ -4,7 +4,7 @@ On the command line, also after `accelerate launch`:
 
     python -m trimtab_lm.legacy.trl SCRIPT [arguments]
 
-Inside a program, before the first `import trl`:
+Inside a program, before it imports from `trl` or `transformers`:
 
     import trimtab_lm.legacy.trl
 
