@@ -28,6 +28,7 @@ from trimtab_lm.hf.config import CHECKPOINTING
 from trimtab_lm.hf.labels import numbered_rows
 from trimtab_lm.models.loading import tokenizer_options
 from trimtab_lm.ppo import PPOConfig, PPOTrainer
+from trimtab_lm.reward import RewardConfig, RewardTrainer
 from trimtab_lm.sft import SFTConfig, SFTTrainer
 
 TEXTS = ["hello world.", "abc.", "a longer text than the others.", "x y z.", "no.", "some more words.", "tiny.", "end."]
@@ -102,6 +103,18 @@ def test_adapters_are_saved_so_that_peft_loads_them(tmp_path):
     again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
     torch.testing.assert_close(logits(again), logits(sft.model), rtol=0, atol=0)
     assert (logits(again) - logits(tiny.llama())).abs().max() > 1e-3
+
+
+def test_the_name_of_an_adapter_is_refused_with_what_to_write(tmp_path):
+    folder = str(tmp_path / "adapter")
+    LoraConfig(base_model_name_or_path="base").save_pretrained(folder)
+    message = r"adapter holds an adapter, .* trimtab merge .*adapter NEW_FOLDER\. Or .* AutoPeftModelForCausalLM"
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, folder)
+    with pytest.raises(ValueError, match=message):
+        RewardTrainer(folder, RewardConfig(str(tmp_path), use_cpu=True))
+    with pytest.raises(ValueError, match=message):
+        PPOTrainer(PPOConfig(model_name=folder))
 
 
 @pytest.mark.parametrize("trains_embeddings", [False, True])

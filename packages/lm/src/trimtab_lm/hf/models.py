@@ -22,6 +22,7 @@ from trimtab_lm.interface import Model, Processor, base_of
 from trimtab_lm.models.loading import (
     bar_packing,
     from_pretrained,
+    refuse_adapter,
     refuse_init_kwargs,
     tokenizer_options,
     trains_only_adapters,
@@ -50,10 +51,11 @@ def load_language_model(
         kwargs: arguments of `from_pretrained` where init_kwargs has no other value.
 
     Raises:
-        ValueError: init_kwargs for a model that is loaded.
+        ValueError: init_kwargs for a model that is loaded, or the name of an adapter.
     """
     init_kwargs = init_kwargs or {}
     if isinstance(model, str):
+        refuse_adapter(model, init_kwargs)
         if kind is None:
             is_encoder_decoder = AutoConfig.from_pretrained(model, **init_kwargs).is_encoder_decoder
             kind = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM

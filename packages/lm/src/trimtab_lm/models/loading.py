@@ -113,6 +113,17 @@ def refuse_init_kwargs(init_kwargs: Mapping[str, Any] | None) -> None:
         )
 
 
+def refuse_adapter(name: str, init_kwargs: Mapping[str, Any] | None) -> None:
+    """Raises ValueError if a hub id or folder is one of an adapter; init_kwargs: see `tokenizer_options`."""
+    hub = {option: value for option, value in (init_kwargs or {}).items() if option in HUB_OPTIONS}
+    if find_adapter_config_file(name, **hub) is not None:
+        raise ValueError(
+            f"{name} holds an adapter, and the name of a whole model is needed. Merge it: trimtab merge {name} "
+            f"NEW_FOLDER. Or load it with its base model, AutoPeftModelForCausalLM.from_pretrained({name!r}, "
+            "is_trainable=True) of peft, and pass the model and its tokenizer."
+        )
+
+
 def trains_only_adapters(peft_config: PeftConfig | None) -> bool:
     """Whether a model that gets these adapters trains nothing else, such as whole modules or biases."""
     others = getattr(peft_config, "modules_to_save", None) or getattr(peft_config, "bias", "none") != "none"

@@ -36,7 +36,7 @@ from trimtab_lm.data.prompts import (
 )
 from trimtab_lm.data.sources import is_stream
 from trimtab_lm.interface import base_of
-from trimtab_lm.models.loading import check_precision, refuse_init_kwargs, tokenizer_options
+from trimtab_lm.models.loading import check_precision, refuse_adapter, refuse_init_kwargs, tokenizer_options
 from trimtab_lm.models.reference import Reference, create_reference_model
 from trimtab_lm.models.value_head import (
     AutoModelForCausalLMWithValueHead,
@@ -105,6 +105,7 @@ def policy_of(config: PPOConfig, model: Any) -> PreTrainedModelWrapper:
         if config.model_name is None:
             raise ValueError("PPOTrainer needs a model: give it one with a value head, or PPOConfig a model_name.")
         options = tokenizer_options(config.model_init_kwargs)
+        refuse_adapter(config.model_name, options)
         is_encoder_decoder = AutoConfig.from_pretrained(config.model_name, **options).is_encoder_decoder
         kind = AutoModelForSeq2SeqLMWithValueHead if is_encoder_decoder else AutoModelForCausalLMWithValueHead
         model = kind.from_pretrained(config.model_name, **(config.model_init_kwargs or {}))
