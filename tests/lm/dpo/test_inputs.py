@@ -282,6 +282,14 @@ def test_ipo_divides_by_the_length_of_each_answer(tmp_path):
     torch.testing.assert_close(losses, torch.tensor([((-4 + 2) / 2 - (-6 + 3) / 3 - 1) ** 2]))
 
 
+@pytest.mark.parametrize("loss_type", ["simpo", ["simpo", "sft"]])
+def test_the_rewards_of_simpo_are_per_token_as_its_margin(loss_type, tmp_path):
+    trainer = dpo.trainer(tiny.gpt2(), tmp_path, loss_type=loss_type, beta=0.5)
+    logps, lengths = [torch.tensor([x]) for x in (-8.0, -6.0, 0.0, 0.0)], (torch.tensor([4]), torch.tensor([2]))
+    _, chosen, rejected = trainer.dpo_loss(*logps, chosen_length=lengths[0], rejected_length=lengths[1])
+    assert (chosen.item(), rejected.item()) == (-1.0, -1.5)
+
+
 def test_a_mix_is_the_weighted_sum(tmp_path):
     def loss(**config):
         trainer = dpo.trainer(

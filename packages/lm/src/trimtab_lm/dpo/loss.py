@@ -55,6 +55,15 @@ def implicit_rewards(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Tenso
     return beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
 
 
+def rewards_per_token(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Tensor]:
+    """beta a / n and beta b / n': the rewards of SimPO, whose a and b have no reference.
+
+    Meng et al. 2024, arXiv:2405.14734, Eq. 4. Returns two tensors [B], as `implicit_rewards` does.
+    """
+    chosen, rejected = implicit_rewards(pairs, beta=beta)
+    return chosen / pairs.chosen_length, rejected / pairs.rejected_length
+
+
 class Loss(Protocol):
     """A loss per pair, [B], in float32 at least; it stays finite at margins of ten thousand nats.
 

@@ -37,7 +37,7 @@ from .collator import REFERENCE_COLUMNS, PreferencePairCollator, concatenated_in
 from .config import DPOConfig
 from .data import Datasets
 from .evaluation import log_answers, sample_answers, unpadded
-from .loss import PairLogprobs, implicit_rewards, mixed
+from .loss import PairLogprobs, implicit_rewards, mixed, needs_reference, rewards_per_token
 from .setup import check_kind, load_reference, make_reference, make_trainable, padding_of
 from .statistics import pair_statistics
 
@@ -276,7 +276,8 @@ class DPOTrainer(TrainerAdapter[DPOConfig, Tensor]):
             lengths = torch.ones_like(policy[0]), torch.ones_like(policy[1])
         pairs = PairLogprobs(*policy, reference[0].to(policy[0]), reference[1].to(policy[1]), *lengths)
         loss, beta = mixed(config.loss_type, config.loss_weights, simpo_gamma=config.simpo_gamma), config.beta
-        chosen, rejected = implicit_rewards(pairs, beta=beta)
+        is_simpo = "simpo" in config.loss_type and not needs_reference(config.loss_type)
+        chosen, rejected = (rewards_per_token if is_simpo else implicit_rewards)(pairs, beta=beta)
         return loss(pairs, beta=beta, label_smoothing=config.label_smoothing), chosen.detach(), rejected.detach()
 
     def get_batch_loss_metrics(
