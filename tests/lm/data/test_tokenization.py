@@ -236,6 +236,12 @@ def test_an_empty_completion_is_an_error(completion):
         encode_prompt_completion(letters(CHATML), prompt, completion)
 
 
+def test_an_answer_that_begins_with_its_prompt_is_an_error():
+    answers = {side: [USER, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    with pytest.raises(ValueError, match=r"begins with the messages of its prompt, .* remove the prompt's column"):
+        encode_preference(letters(CHATML), {"prompt": [USER], **answers})
+
+
 def test_a_text_prompt_with_a_conversation_for_answer_is_an_error():
     with pytest.raises(ValueError, match="prompt is a str and the completion a list"):
         encode_prompt_completion(letters(CHATML), "a", DIALOGUE[1:2])

@@ -142,8 +142,8 @@ def encode_prompt_completion(
         add_special_tokens: whether the tokenizer adds its special tokens to texts; conversations have the template's.
 
     Raises:
-        ValueError: the completion is empty, one of the two is a text and the other a conversation, the template writes
-            the prompt differently before an answer, or the tokenizer has no EOS.
+        ValueError: the completion is empty or holds the prompt's messages, one of the two is a text and the other a
+            conversation, the template writes the prompt differently before an answer, or the tokenizer has no EOS.
     """
     joined = _join(tokenizer, prompt, completion, tools, chat_template_kwargs)
     span = (joined.border, len(joined.text))
@@ -305,6 +305,11 @@ def _join(
         raise ValueError(
             f"The prompt is a {type(prompt).__name__} and the completion a {type(completion).__name__}. Make both "
             "texts, or both lists of {'role', 'content'} messages."
+        )
+    if prompt and list(completion[: len(prompt)]) == list(prompt):
+        raise ValueError(
+            "The answer begins with the messages of its prompt, which the model would read twice, and learn to write. "
+            "Take them out of the answer. Where chosen and rejected both begin with them, remove the prompt's column."
         )
     render = renderer(tokenizer, tools, chat_template_kwargs)
     text = render([*prompt, *completion])
