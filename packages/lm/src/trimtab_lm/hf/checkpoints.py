@@ -47,7 +47,7 @@ WITHOUT_EFFECT = (
     "push_to_hub*", "hub_*", "local_rank", "ddp_*", "debug", "skip_memory_metrics", "torch_empty_cache_steps",
     "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
     "dataloader_multiprocessing_context", "dataset_num_proc", "num_train_epochs", "max_steps", "num_eval_samples",
-    "generate_during_eval", "max_new_tokens", "generation_kwargs.*", "ref_log_probs_cache", "log_completions",
+    "generate_during_eval", "max_new_tokens", "ref_log_probs_cache", "log_completions",
     "num_completions_to_print", "optimize_device_cache", "model_init_kwargs", "ref_model_init_kwargs",
     "reward_timeout", "on_save_error", "padding_value", "gradient_checkpointing*", "activation_checkpointing*",
 )  # fmt: skip
