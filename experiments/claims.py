@@ -178,11 +178,11 @@ def judge(claims: Iterable[Claim], measured: Mapping[str, Numbers]) -> list[Verd
             are the same, in the same order.
 
     Raises:
-        ValueError: The quantities of a claim have different numbers of prompts.
+        ValueError: The quantities of a claim have different numbers of prompts, or numbers that are not finite.
     """
     known = [claim for claim in claims if set(claim.compared) <= set(measured) and common_seeds(claim, measured)]
-    tables = [[_table(measured[name], common_seeds(claim, measured)) for name in claim.compared] for claim in known]
-    effects = [pair[0] - pair[1] if len(pair) == 2 else pair[0] for pair in map(_same_width, tables)]
+    tables = [_tables(claim, measured) for claim in known]
+    effects = [pair[0] - pair[1] if len(pair) == 2 else pair[0] for pair in map(_same_width, known, tables)]
     samples = [
         sample_of(effect, claim.groups) if len(effect) > 1 else None
         for claim, effect in zip(known, effects, strict=True)
@@ -258,25 +258,36 @@ def common_seeds(claim: Claim, measured: Mapping[str, Numbers]) -> list[int]:
     return sorted(set.intersection(*(set(measured[name]) for name in claim.compared)))
 
 
-def _table(numbers: Numbers, seeds: Sequence[int]) -> np.ndarray:
+def _tables(claim: Claim, measured: Mapping[str, Numbers]) -> list[np.ndarray]:
+    """The numbers of the claim's quantities, each [S, P], for the seeds that all of them have."""
+    seeds = common_seeds(claim, measured)
+    return [_table(name, measured[name], seeds) for name in claim.compared]
+
+
+def _table(name: str, numbers: Numbers, seeds: Sequence[int]) -> np.ndarray:
     """[S, P]; P is 1 where there is one number for each seed."""
     rows = [np.atleast_1d(np.asarray(numbers[seed], dtype=float)) for seed in seeds]
     if len({len(row) for row in rows}) > 1:
         raise ValueError(
-            f"got {[len(row) for row in rows]} numbers for the seeds {list(seeds)}; one for each prompt is needed, the "
-            "same prompts for every seed. Evaluate all runs on the same prompts."
+            f"{name}: got {[len(row) for row in rows]} numbers for the seeds {list(seeds)}; one for each prompt is "
+            "needed, the same prompts for every seed. Evaluate all runs on the same prompts."
+        )
+    if broken := [seed for seed, row in zip(seeds, rows, strict=True) if not (len(row) and np.isfinite(row).all())]:
+        raise ValueError(
+            f"{name}: got no number, or one that is not finite, for the seeds {broken}; finite numbers are needed. "
+            "Leave out the runs of these seeds, and say so."
         )
     return np.asarray(rows)
 
 
-def _same_width(tables: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+def _same_width(claim: Claim, tables: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
     """Averages over the prompts if one of the tables has a single column."""
     widths = {table.shape[1] for table in tables}
     if 1 in widths:
         return [table.mean(1, keepdims=True) for table in tables]
     if len(widths) > 1:
         raise ValueError(
-            f"got {sorted(widths)} prompts for the two sides of a claim; the same prompts are needed for both. "
+            f"{claim.text}: got {sorted(widths)} prompts for the two sides; the same prompts are needed for both. "
             "Evaluate all runs on the same prompts."
         )
     return tables

@@ -388,6 +388,14 @@ def test_other_prompts_on_one_side_or_in_one_seed_are_refused(other: dict):
         judge([CLAIM], {"a": {0: [1.0, 2.0], 1: [1.0, 2.0]}, "b": other})
 
 
+@pytest.mark.parametrize("broken", [[float("nan")], [float("inf")], [1.0, float("nan")], []])
+@pytest.mark.parametrize("seeds", [[3], range(8)])
+def test_a_quantity_without_a_finite_number_is_refused_by_its_name(broken: list, seeds: Sequence[int]):
+    measured = {"a": dict.fromkeys(seeds, broken), "b": dict.fromkeys(seeds, 0.5)}
+    with pytest.raises(ValueError, match=r"a: got no number, or one that is not finite, for the seeds \[.*3"):
+        judge([CLAIM], measured)
+
+
 def test_verdicts_follow_from_what_a_file_holds():
     measured = rounded(experiment(np.random.default_rng(1), 0.3))
     verdicts = judge([CLAIM], measured)
