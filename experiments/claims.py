@@ -1,6 +1,7 @@
 """Claims about measured numbers, and the verdicts on them. STATISTICS.md describes how they are reached."""
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.statistics import (
+    DIGITS,
     LEVEL,
     Sample,
     holm,
@@ -182,7 +184,7 @@ def judge(claims: Iterable[Claim], measured: Mapping[str, Numbers]) -> list[Verd
     """
     known = [claim for claim in claims if set(claim.compared) <= set(measured) and common_seeds(claim, measured)]
     tables = [_tables(claim, measured) for claim in known]
-    effects = [pair[0] - pair[1] if len(pair) == 2 else pair[0] for pair in map(_same_width, known, tables)]
+    effects = [_effect(_same_width(claim, pair)) for claim, pair in zip(known, tables, strict=True)]
     samples = [
         sample_of(effect, claim.groups) if len(effect) > 1 else None
         for claim, effect in zip(known, effects, strict=True)
@@ -291,6 +293,13 @@ def _same_width(claim: Claim, tables: Sequence[np.ndarray]) -> Sequence[np.ndarr
             "Evaluate all runs on the same prompts."
         )
     return tables
+
+
+def _effect(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """The first table less the second, by the digits that the largest of their numbers has."""
+    effect = tables[0] - tables[1] if len(tables) == 2 else tables[0]
+    largest = max(float(np.abs(table).max()) for table in tables)
+    return np.round(effect, DIGITS - math.ceil(math.log10(largest))) if largest else effect
 
 
 def rounded(measured: Mapping[str, Numbers]) -> dict[str, dict[int, float | list[float]]]:

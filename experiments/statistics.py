@@ -14,6 +14,7 @@ from scipy.special import gammaincinv, ndtr, stdtr, stdtrit
 
 Effects = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
 LEVEL = 0.05  # of every test; an interval covers 1 - LEVEL
+DIGITS = 12  # of a number; what follows them is an error of arithmetic, in which equal numbers may differ
 QUANTILES = 500  # of the distribution of the estimated error, over which powers are averaged
 
 
@@ -40,7 +41,7 @@ class Sample:
         """
         distance = abs(self.mean - value)
         if self.error == 0:
-            return 1.0 if distance == 0 else 2.0 ** (1 - self.seeds)
+            return 1.0 if distance <= abs(self.mean) / 10**DIGITS else 2.0 ** (1 - self.seeds)
         return float(2 * stdtr(self.freedom, -distance / self.error))
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
@@ -76,7 +77,8 @@ def sample_of(effects: Effects, groups: Sequence[str] = ()) -> Sample:
             )
         table = by_group(table, np.asarray([[group == name for group in groups] for name in names]))
     mean, error, freedom = crossed(table)
-    return Sample(float(mean), float(error), float(freedom), len(table))
+    is_constant = np.ptp(table) <= np.abs(table).max() / 10**DIGITS
+    return Sample(float(mean), 0.0 if is_constant else float(error), float(freedom), len(table))
 
 
 def crossed(effects: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -230,6 +230,32 @@ def test_seeds_that_agree_to_the_last_digit_have_the_p_value_of_the_sign_test():
     assert p_of_little(sample, 0.1) == (1.0, 2**-7)
 
 
+@pytest.mark.parametrize(
+    ("kind", "margin", "outcome", "p"),
+    [
+        ("more", 0.1, "reproduced", 2**-7),
+        ("little", 0.5, "reproduced", 2**-7),
+        ("little", 0.3, "undecided", 1.0),
+    ],
+)
+def test_equal_differences_of_unequal_numbers_are_equal(kind: str, margin: float, outcome: str, p: float):
+    """As floating-point numbers, 0.5 - 0.2 and 1.1 - 0.8 are not."""
+    for base in (np.round(np.random.default_rng(0).normal(size=(8, 1)), 6), np.arange(24).reshape(8, 3) / 7):
+        measured = {"a": dict(enumerate((base + 0.3).tolist())), "b": dict(enumerate(base.tolist()))}
+        (verdict,) = judge([Claim("", ("a", "b"), kind, margin, "")], measured)
+        assert (verdict.outcome, verdict.p, verdict.low, verdict.agree) == (outcome, p, 0.3, 8)
+
+
+def test_a_constant_is_not_above_itself_and_its_mean_is_not_above_the_mean():
+    constant = Claim("", ("a",), "more", 0.1, "", than=0.9)  # the mean of seven times 0.9 is not 0.9
+    numbers = np.random.default_rng(1).normal(size=(8, 50))
+    measured = {"a": {seed: [0.9] * 7 for seed in range(8)}}
+    assert judge([constant], measured)[0].p == 1.0
+    measured = {"a": dict(enumerate(numbers.tolist())), "b": dict(enumerate(numbers[:, ::-1].mean(1).tolist()))}
+    (verdict,) = judge([CLAIM], measured)
+    assert (verdict.effect, verdict.outcome, verdict.p) == (0.0, "no effect that matters", 2**-7)
+
+
 @pytest.mark.parametrize("effects", [[1.0], [[1.0, 2.0]], [1.0, float("nan")], []])
 def test_too_few_or_broken_numbers_are_refused(effects: list):
     with pytest.raises(ValueError, match="finite numbers"):
