@@ -96,8 +96,8 @@ class Verdict:
         p: The p-value of the nearest conclusion; None with one seed.
         p_corrected: The same after Holm's correction for all claims that are judged with it.
         power: The probability that this test, at the level that Holm's rule and the paper's other claims leave to it,
-            finds an effect of `matters` (for little: finds none, if there is none) at the observed noise; None with one
-            seed.
+            finds an effect of `matters` (for little: finds none, if there is none) at the observed noise; 0 with too
+            few seeds or groups for a verdict; None with one seed.
         agree: The number of seeds whose effect is on the same side as the mean effect, within or beyond the margin if
             equivalence is tested.
         seeds: The number of seeds.
@@ -229,7 +229,7 @@ def _verdict(
         high=high,
         p=test[0],
         p_corrected=corrected,
-        power=power(sample, claim.matters, level),
+        power=power(sample, claim.matters, level) if is_enough else 0.0,
         **common,
     )
 

@@ -34,14 +34,19 @@ class Sample:
     freedom: float
     seeds: int
 
+    @property
+    def sign_test(self) -> float:
+        """The p-value of seeds that are all on one side, 2^(1 - S)."""
+        return 2.0 ** (1 - self.seeds)
+
     def p_value(self, value: float) -> float:
         """The two-sided p-value of the hypothesis that the expected effect is `value`.
 
-        If all numbers are equal, the error is unknown, and the p-value is the sign test's, 2^(1 - S).
+        If all numbers are equal, the error is unknown, and the p-value is the sign test's.
         """
         distance = abs(self.mean - value)
         if self.error == 0:
-            return 1.0 if distance <= abs(self.mean) / 10**DIGITS else 2.0 ** (1 - self.seeds)
+            return 1.0 if distance <= abs(self.mean) / 10**DIGITS else self.sign_test
         return float(2 * stdtr(self.freedom, -distance / self.error))
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
@@ -176,7 +181,7 @@ def power_of_difference(sample: Sample, effect: float, level: float = LEVEL) -> 
     The observed error is taken for the true one; the error that the test would estimate varies around it.
     """
     if sample.error == 0:
-        return 1.0
+        return float(sample.sign_test <= level)
     bound = _bound(level / 2, sample.freedom) * _estimated_errors(sample.freedom)
     return float(ndtr(abs(effect) / sample.error - bound).mean())
 
@@ -184,7 +189,7 @@ def power_of_difference(sample: Sample, effect: float, level: float = LEVEL) -> 
 def power_of_little(sample: Sample, margin: float, level: float = LEVEL) -> float:
     """The probability that the test of equivalence at `level` finds an expected effect of 0 to be below the margin."""
     if sample.error == 0:
-        return 1.0
+        return float(sample.sign_test <= level)
     room = margin / sample.error - _bound(level, sample.freedom) * _estimated_errors(sample.freedom)
     return float(np.maximum(0.0, 2 * ndtr(room) - 1).mean())
 

@@ -395,6 +395,24 @@ def test_a_few_seeds_decide_nothing_however_large_the_effect():
         assert verdict.p_corrected < 0.05
 
 
+def test_what_can_be_no_verdict_has_no_chance_of_one():
+    def chance(seeds: int, groups: str = "", others: int = 0, noise: float = 0.0) -> float | None:
+        claims = [Claim("", ("a",), kind, 1.0, "", groups=tuple(groups)) for kind in ("more", "little")]
+        claims += [Claim("", ("b",), "more", 1.0, "")] * others
+        measured = {
+            "a": {seed: [0.5 + noise * seed] * 8 for seed in range(seeds)},
+            "b": dict(enumerate(np.random.default_rng(0).normal(size=seeds))),
+        }
+        first, second, *_ = judge(claims, measured)
+        assert first.power == pytest.approx(second.power, abs=0.01)
+        return first.power
+
+    assert chance(8) == chance(8, noise=0.001) == 1.0
+    assert chance(7) == chance(7, noise=0.001) == 0.0  # eight seeds are needed
+    assert chance(8, "aaabbbcc") == 0.0  # and four groups
+    assert chance(8, others=20) == 0.0  # seeds on one side have p = 1/128, more than a twentieth of 0.05
+
+
 def test_one_seed_decides_nothing_and_what_was_not_measured_is_left_out():
     absent = Claim("c", ("c",), "more", 1.0, "")
     (verdict,) = judge([CLAIM, absent], {"a": {3: 5.0}, "b": {3: 0.0}})
