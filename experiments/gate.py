@@ -24,7 +24,7 @@ from scipy.stats import t as student
 from experiments.claims import AGREES, Claim, Numbers, Verdict, common_seeds, judge
 from experiments.provenance import ROOT
 from experiments.reproduce import papers, run
-from experiments.run_folders import ARCHIVE, Run, finished_runs, unpacked
+from experiments.run_folders import ARCHIVE, PLACES, Run, finished_runs, unpacked
 from experiments.statistics import Sample, holm, sample_of
 
 TIER = "gate"
@@ -42,7 +42,6 @@ EFFECTS = {
 """The claims by paper: PPO, PPO's KL, DPO and SFT, Flow-GRPO by DDPOTrainer, and AlignPropTrainer."""
 LEVEL = 0.01  # of all false alarms about a change
 CHANCE = 0.8  # with which a change of the size that is told would be found
-PLACES = ("output_dir", "logdir", "logging_dir", "run_name", "pairs_folder", "log_with", "report_to")  # not compared
 
 
 @dataclass(frozen=True)

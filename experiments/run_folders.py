@@ -31,6 +31,8 @@ WANDB_VARIABLES = {"group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE"}
 HISTORY, CONFIG, SUMMARY, FIGURE = "history.jsonl", "config.json", "summary.json", "report.png"
 PER_PROMPT, STARTS, SAMPLES = "per_prompt.json", "starts.json", "samples.json"
 ARCHIVE = "runs.zip"  # what reports read of several runs
+PLACES = ("output_dir", "logdir", "logging_dir", "run_name", "pairs_folder", "log_with", "report_to")
+"""Settings that change no number of a run, beside those of its tracker."""
 
 
 def from_recipe(recipe: Path, *kinds: type, argv: Sequence[str] | None = None, **changes: object) -> tuple[Any, ...]:
@@ -218,6 +220,15 @@ class Run:
     per_prompt: Mapping[str, Sequence[float]] = field(default_factory=dict)
     starts: Sequence[Mapping[str, Any]] = ()
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, apart from the seed, that can change a number of the run."""
+        return {
+            name: value
+            for name, value in self.config.items()
+            if name not in (*PLACES, "seed") and not name.startswith("tracker_kwargs")
+        }
+
     def curve(self, x: str, y: str) -> tuple[list[float], list[float]]:
         """The values of two names, from the rows with both."""
         rows = [row for row in self.history if x in row and y in row]
@@ -287,12 +298,19 @@ def of_seeds(runs: Iterable[Run], value: Callable[[Run], float | Sequence[float]
     """A value of each run by the run's seed.
 
     Raises:
-        ValueError: Two runs have one seed, so that they differ in more than the seed.
+        ValueError: Two runs have one seed, or two differ in more than the seed.
     """
     values: dict[int, Any] = {}
     folders: dict[int, Path] = {}
+    known: dict[str, Any] = {}
     for run in runs:
         seed = run.config["seed"]
+        if others := {name: value for name, value in run.settings.items() if known.setdefault(name, value) != value}:
+            words = ", ".join(f"{name} ({known[name]} and {value})" for name, value in others.items())
+            raise ValueError(
+                f"{next(iter(folders.values()))} and {run.folder} differ in more than the seed: {words}. Runs of one "
+                "setting are needed. Give the folder of one sweep."
+            )
         if seed in folders:
             raise ValueError(
                 f"{folders[seed]} and {run.folder} have the seed {seed}; one run of each setting and seed is needed. "

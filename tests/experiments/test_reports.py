@@ -4,6 +4,7 @@ import json
 import sys
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,11 @@ def test_numbers_of_prompts_are_read_back_by_seed(tmp_path: Path):
     assert of_seeds(runs, lambda run: run.per_prompt["reward"]) == {1: [1, 0.5], 2: [2, 0.5]}
     with pytest.raises(ValueError, match="one run of each setting and seed"):
         of_seeds([*runs, runs[0]], lambda run: 0.0)
+    places = {"output_dir": "elsewhere", "tracker_kwargs.wandb.name": "another"}
+    assert of_seeds([runs[0], replace(runs[1], config={"seed": 2, **places})], lambda run: 0.0).keys() == {1, 2}
+    steps = [replace(run, config={**run.config, "steps": count}) for run, count in zip(runs, (30, 60), strict=True)]
+    with pytest.raises(ValueError, match=r"differ in more than the seed: steps \(30 and 60\)"):
+        of_seeds(steps, lambda run: 0.0)
 
 
 def all_answers(policy: Any, reference: Any) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
