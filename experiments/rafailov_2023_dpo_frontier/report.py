@@ -38,7 +38,7 @@ Methods = Mapping[tuple[int, str], Seeds]  # by the number of scored texts, and 
 def read(runs: Sequence[Run]) -> Report:
     """Reads the most reward of each method and seed within each budget of KL, and its share of the attainable gain."""
     groups, references = by_texts_and_method(runs), reference_curves(runs)
-    methods = {key: points_by_seed(group) for key, group in groups.items()}
+    methods = {key: points_by_seed(key[1], group) for key, group in groups.items()}
     fewest = min((texts for texts, _ in groups), default=0)
     names = {key: key[1] if key[0] == fewest else f"{key[1]}, {key[0]:,} texts" for key in groups}
     optimum = references.get("attainable")
@@ -175,7 +175,10 @@ def points_of(run: Run) -> list[Point]:
     ends = [(0.0, run.summary["reward_before"]), (run.summary["kl"], run.summary["reward"])]
     points = sorted({*zip(kls, rewards, strict=True), *ends})
     if not all(map(isfinite, chain(*points))):
-        raise ValueError(f"{run.folder}: an evaluation is no finite number: {points}. Leave out this run, and say so.")
+        raise ValueError(
+            f"{run.folder}: an evaluation is no finite number: {points}. Leave out this run and the others of its "
+            "method and seed, and say so."
+        )
     return points
 
 
@@ -205,9 +208,22 @@ def counts_of_seeds(methods: Methods) -> list[str]:
     return words
 
 
-def points_by_seed(runs: Sequence[Run]) -> Seeds:
-    """All points of a method's runs: seed -> points."""
-    return {seed: [point for run in group for point in points_of(run)] for seed, group in by(runs, "seed").items()}
+def points_by_seed(method: str, runs: Sequence[Run]) -> Seeds:
+    """All points of a method's runs: seed -> points.
+
+    Raises:
+        ValueError: The seeds have runs of different settings, so that some frontiers have more to choose from.
+    """
+    groups = by(runs, "seed")
+    shared = sorted(set.intersection(*(set(run.settings) for run in runs)))
+    settings = {seed: sorted(str([run.settings[name] for name in shared]) for run in groups[seed]) for seed in groups}
+    first = next(iter(groups))
+    if strange := [seed for seed in groups if settings[seed] != settings[first]]:
+        raise ValueError(
+            f"{method}: the seeds {strange} have other runs than seed {first}; a frontier pools the runs of a seed, so "
+            "that each seed needs the same settings. Let the sweep finish, or give the folders of one tier."
+        )
+    return {seed: [point for run in group for point in points_of(run)] for seed, group in groups.items()}
 
 
 def efficiency(points: Sequence[Point], budget: float, optimum: Frontier) -> float:

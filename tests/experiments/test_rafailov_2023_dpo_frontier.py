@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -271,6 +272,18 @@ def test_the_caption_counts_seeds_and_the_points_beyond_the_figure(tmp_path: Pat
 def test_a_run_that_diverged_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"finite number: .*nan.* Leave out this run"):
         read([run_of(tmp_path, "DPO", 0, (float("nan"), 0.3), (2, 0.4))])
+
+
+@pytest.mark.usefixtures("no_curves")
+@pytest.mark.parametrize("changes", [None, {"beta": 1.0}], ids=["a run is missing", "a run has another setting"])
+def test_each_seed_of_a_method_needs_the_same_runs(tmp_path: Path, changes: dict | None):
+    runs = [run_of(tmp_path, "DPO", seed, (1, 0.3)) for seed in (0, 0, 1, 1)]
+    runs = [replace(run, config={**run.config, "beta": 0.1 * (i % 2)}) for i, run in enumerate(runs)]
+    read(runs)
+    *_, last = runs
+    others = [] if changes is None else [replace(last, config=last.config | changes)]
+    with pytest.raises(ValueError, match=r"DPO: the seeds \[1\] have other runs than seed 0"):
+        read([*runs[:-1], *others])
 
 
 @pytest.mark.usefixtures("no_curves")
