@@ -149,7 +149,12 @@ def test_every_distribution_of_the_schema_is_there():
             "lr: .*probabilities that add up to 1",
         ),
         ({"parameters": {"lr": {"values": [1, 2], "probabilities": [1.0]}}}, "parameters.lr: got .*shorter"),
-        ({"parameters": {"a": {"parameters": {"b": {"values": []}}}}}, "parameters.a.parameters.b: got"),
+        (
+            {"parameters": {"a": {"parameters": {"b": {"values": []}}}}},
+            r"parameters.a.parameters.b.values: got \[\]; a list of one value at least is needed",
+        ),
+        ({"parameters": {"lr": {"values": 1}}}, "parameters.lr.values: got 1; a list of one value at least is needed"),
+        ({"parameters": {"lr": {"valeus": [1]}}}, "parameters.lr: got .*; value, values, or min and max are needed"),
         ({"parameters": {"a": {"parameters": {"b": {"value": 1}}, "min": 1}}}, "parameters.a: got"),
         ({"metric": {"goal": "minimize"}}, "metric.name: got .*; Field required"),
         ({"metric": {"name": "m", "goal": "max"}}, "metric.goal: got 'max'; Input should be 'minimize' or 'maximize'"),

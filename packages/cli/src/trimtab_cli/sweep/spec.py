@@ -161,6 +161,10 @@ def _parameters(source: Mapping[str, Any], path: tuple[str, ...], *, is_grid: bo
 
 def _parameter(path: tuple[str, ...], place: str, settings: Settings, *, is_grid: bool) -> Parameter:
     kinds = {"value": "constant", "probabilities": "categorical_w_probabilities", "values": "categorical"}
+    if not settings.keys() & {*kinds, "min", "max", "distribution"}:
+        raise SweepError(f"{place}: got {settings}; value, values, or min and max are needed.")
+    if "values" in settings and not (isinstance(settings["values"], list) and settings["values"]):
+        raise SweepError(f"{place}.values: got {settings['values']!r}; a list of one value at least is needed.")
     whole = all(type(settings.get(key)) is int for key in ("min", "max"))
     implied = next((kind for key, kind in kinds.items() if key in settings), "int_uniform" if whole else "uniform")
     if (kind := settings.get("distribution", implied)) not in KINDS:
