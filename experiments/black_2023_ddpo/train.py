@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from experiments.black_2023_ddpo.bases import BASES
 from experiments.black_2023_ddpo.pretrain import STEPS, shapes_pipeline
 from experiments.black_2023_ddpo.report import CLAIM, HELD_OUT, TITLE, read
-from experiments.emoji.judging import AFTER, BEFORE, CONTROL, DURING, SHOWN, at, contact_sheet
+from experiments.emoji.judging import AFTER, BEFORE, CONTROL, DURING, QUALITY, SHOWN, at, contact_sheet, largest_kept
 from experiments.emoji.pretrain import SHIPPED as EMOJI
 from experiments.reports import report_on_run
 from experiments.run_folders import append, close_folder, from_recipe, open_folder, write_per_prompt
@@ -193,6 +193,7 @@ def train(reward: str, run: RunConfig, ddpo: DDPOConfig, folder: Path) -> dict[s
             if is_main:
                 contact_sheet(images[:SHOWN]).save(folder / sheet)
         final = {f"final/{measure}": means[measure] for measure in (reward, *others)}
+        final |= {"final/reward_kept": largest_kept(means, reward)} if QUALITY in means else {}
         tracker.finish(final | {"final/reward": means[reward]})
     if is_main:
         trainer.save_pretrained(folder / "pipeline")

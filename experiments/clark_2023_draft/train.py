@@ -14,7 +14,18 @@ from torch import Tensor, nn
 
 from experiments.clark_2023_draft.report import CLAIM, DISTANCE, TITLE, read
 from experiments.emoji.drawings import TRAINED
-from experiments.emoji.judging import AFTER, BEFORE, CONTROL, DURING, IN_TURN, QUALITY, SHOWN, at, contact_sheet
+from experiments.emoji.judging import (
+    AFTER,
+    BEFORE,
+    CONTROL,
+    DURING,
+    IN_TURN,
+    QUALITY,
+    SHOWN,
+    at,
+    contact_sheet,
+    largest_kept,
+)
 from experiments.emoji.measure import sampled, shipped
 from experiments.emoji.rewards import recognised, warmth
 from experiments.reports import report_on_run
@@ -261,7 +272,8 @@ def main(run: RunConfig, *configs: PipelineConfig) -> None:
             if 2 * evaluations.count - began > run.evaluations:
                 break
         measure(AFTER)
-        tracker.finish({f"final/{name}": means[name] for name in ("warmth", QUALITY, DISTANCE, "evaluations")})
+        final = {f"final/{name}": means[name] for name in ("warmth", QUALITY, DISTANCE, "evaluations")}
+        tracker.finish(final | {"final/warmth_kept": largest_kept(means, "warmth")})
     write_per_prompt(folder, of_captions)
     close_folder(folder, means)
     report_on_run(TITLE, CLAIM, read, [folder])

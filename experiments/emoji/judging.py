@@ -38,6 +38,15 @@ def at(sheet: str, measure: str) -> str:
     return measure if sheet == AFTER else f"{measure}_{sheet.removesuffix('.png')}"
 
 
+def largest_kept(means: Mapping[str, float], reward: str) -> float:
+    """The largest mean reward before, during or after a training whose pictures kept KEPT per cent of the quality.
+
+    A search by this number does not choose the settings that go furthest, which destroy the model.
+    """
+    least = KEPT / 100 * means[at(BEFORE, QUALITY)]
+    return max(means[at(sheet, reward)] for sheet in SHEETS if means.get(at(sheet, QUALITY), -1.0) >= least)
+
+
 def contact_sheet(images: Tensor) -> Image.Image:
     """Tiles up to sixteen images [B, 3, H, W], four in a row, with a white line between them."""
     return tiled([image.clamp(0, 1) for image in images])

@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 from experiments.claims import judge
 from experiments.clark_2023_draft import train
 from experiments.clark_2023_draft.report import DISTANCE, read
-from experiments.emoji.judging import IN_TURN, QUALITY, RANGES, contact_sheet
+from experiments.emoji.judging import IN_TURN, QUALITY, RANGES, contact_sheet, largest_kept
 from experiments.emoji.rewards import warmth
 from experiments.reports import Report
 from experiments.run_folders import Run, finished_runs
@@ -257,3 +257,12 @@ def test_runs_with_unequal_evaluations_are_refused(tmp_path: Path):
     runs[0] = Run(runs[0].folder, {**runs[0].config, "evaluations": 9600}, [], {})
     with pytest.raises(ValueError, match=r"\[4800, 9600\] evaluations"):
         read(runs)
+
+
+@pytest.mark.parametrize(("during", "after", "largest"), [(0.66, 0.63, 0.3), (0.66, 0.6, 0.2), (0.6, 0.1, 0.1)])
+def test_a_reward_that_destroys_the_pictures_is_not_the_largest_kept(during: float, after: float, largest: float):
+    warmths = {"warmth_before": 0.1, "warmth_during": 0.2, "warmth": 0.3}
+    means = warmths | {f"{QUALITY}_before": 0.7, f"{QUALITY}_during": during, QUALITY: after}  # 90% are 0.63
+    assert largest_kept(means, "warmth") == largest
+    del means[f"{QUALITY}_during"], means["warmth_during"]  # a control is not measured there
+    assert largest_kept(means, "warmth") == (0.3 if after >= 0.63 else 0.1)
