@@ -78,8 +78,8 @@ def read(runs: Sequence[Run]) -> Report:
         return Report(measured, [*claims()], {}, {})
     shown = with_controls(groups, controls)
     captions = {
-        "pictures": "The same captions from the same noise: before training, and after each method's; the first seed, "
-        "the first captions.",
+        "pictures": "The same captions from the same noise: before training, and after a training by each method; the "
+        "first seed, the first captions.",
         "figure": "Trainings as paths from the base model, before, during and after; means of "
         f"{seeds_in_words(len(by(runs, 'seed')))}. The change of warmth is in per cent of the way to the best of 64 "
         "samples of the base model. (a) Quality is the share of pictures in which the classifier finds name and "

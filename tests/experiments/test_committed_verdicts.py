@@ -98,6 +98,8 @@ def test_the_committed_runs_give_the_committed_numbers_and_figures(archive: Path
             # A slope that is 0 comes out as 1e-17, another on another processor.
             assert value == pytest.approx(measured[name][seed], rel=1e-9, abs=1e-12), (name, seed)
     assert claims == [claim for claim in report.claims if set(claim.compared) <= set(measured)]
+    readme = (archive.parent / "README.md").read_text(encoding="utf-8")
+    assert [caption for caption in report.captions.values() if f"*{caption}*" not in readme] == []
     assert all(
         (archive.parent / numbers.name.replace("numbers.json", f"{name}.png")).exists() for name in report.figures
     )
