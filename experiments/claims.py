@@ -296,10 +296,12 @@ def _same_width(claim: Claim, tables: Sequence[np.ndarray]) -> Sequence[np.ndarr
 
 
 def _effect(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """The first table less the second, by the digits that the largest of their numbers has."""
+    """The first table less the second; differences that are equal but for errors of arithmetic are made equal."""
     effect = tables[0] - tables[1] if len(tables) == 2 else tables[0]
     largest = max(float(np.abs(table).max()) for table in tables)
-    return np.round(effect, DIGITS - math.ceil(math.log10(largest))) if largest else effect
+    if largest == 0 or np.ptp(effect) > largest / 10**DIGITS:
+        return effect
+    return np.round(effect, DIGITS - math.ceil(math.log10(largest)))
 
 
 def rounded(measured: Mapping[str, Numbers]) -> dict[str, dict[int, float | list[float]]]:
