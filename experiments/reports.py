@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from experiments.claims import AGREES, HEADINGS, Claim, Numbers, Verdict, judge, rounded, to_json, write_numbers
 from experiments.figures import write_page
 from experiments.provenance import in_words
-from experiments.run_folders import ARCHIVE, Run, finished_runs, pack, unpacked
+from experiments.run_folders import ARCHIVE, Run, finished_run, finished_runs, pack, unpacked
 
 NUMBERS, MARKDOWN = "numbers.json", "report.md"
 HOW = (
@@ -122,17 +122,15 @@ def report_on(
     title: str,
     claim: str,
     read: Callable[[Sequence[Run]], Report],
-    folders: Sequence[Path],
-    out: Path | None = None,
+    runs: Sequence[Run],
+    folder: Path,
     *,
     packs: bool = False,
 ) -> Sequence[Verdict]:
-    """Judges the finished runs below `folders`, writes the report into `out` (default: the first), and prints it.
+    """Judges finished runs, writes the report into `folder`, and prints it.
 
     With `packs` it also writes the archive of the runs there.
     """
-    runs = finished_runs(*folders)
-    folder = out or folders[0]
     report = read(runs)
     verdicts = write_report(folder, title, claim, report, runs)
     if packs:
@@ -144,9 +142,12 @@ def report_on(
 def report_on_run(
     title: str, claim: str, read: Callable[[Sequence[Run]], Report], folders: Sequence[Path], out: Path | None = None
 ) -> None:
-    """`report_on` at the end of a run. The runs of a sweep are judged together, by its own report."""
+    """`report_on` for the runs in `folders`, at their end, in `out` (default: the first folder).
+
+    The runs of a sweep are judged together, by its own report. They may be in folders below that of another run.
+    """
     if not os.environ.get("WANDB_SWEEP_ID"):
-        report_on(title, claim, read, folders, out)
+        report_on(title, claim, read, [finished_run(folder) for folder in folders], out or folders[0])
 
 
 def main(title: str, claim: str, read: Callable[[Sequence[Run]], Report]) -> None:
@@ -161,7 +162,7 @@ def main(title: str, claim: str, read: Callable[[Sequence[Run]], Report]) -> Non
         parser.error(f"{out} is an archive: say with --out in which folder the page is to be.")
     with TemporaryDirectory() as place:
         folders = [unpacked(folder, Path(place)) for folder in arguments.folders]
-        verdicts = report_on(title, claim, read, folders, out, packs=arguments.pack)
+        verdicts = report_on(title, claim, read, finished_runs(*folders), out, packs=arguments.pack)
     agree = [verdict.outcome == AGREES[verdict.claim.origin] for verdict in verdicts]
     sys.exit(0 if agree and all(agree) else 1)
 

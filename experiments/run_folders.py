@@ -257,18 +257,19 @@ def finished_runs(*folders: Path) -> list[Run]:
             f"no finished run is below {names}: a folder with {SUMMARY} is needed. Give the folder of a run or of a "
             "sweep, or let a run finish."
         )
-    runs = [
-        Run(
-            folder,
-            _json(folder / CONFIG),
-            read_history(folder),
-            _json(folder / SUMMARY),
-            _json(folder / PER_PROMPT) if (folder / PER_PROMPT).exists() else {},
-            _json(folder / STARTS),
-        )
-        for folder in finished
-    ]
-    return sorted(runs, key=lambda run: run.config.get("seed", 0))
+    return sorted(map(finished_run, finished), key=lambda run: run.config.get("seed", 0))
+
+
+def finished_run(folder: Path) -> Run:
+    """Reads the finished run in a folder, and none of those below it."""
+    return Run(
+        folder,
+        _json(folder / CONFIG),
+        read_history(folder),
+        _json(folder / SUMMARY),
+        _json(folder / PER_PROMPT) if (folder / PER_PROMPT).exists() else {},
+        _json(folder / STARTS),
+    )
 
 
 def pack(runs: Sequence[Run], archive: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from experiments.evaluation import answer_logprobs
-from experiments.run_folders import close_folder, finished_runs, write_per_prompt
+from experiments.run_folders import close_folder, finished_run, write_per_prompt
 
 NATS, DISTINCT = "nats_per_token", "distinct_2"
 
@@ -33,6 +33,6 @@ def distinct(texts: Sequence[str], n: int) -> float:
 
 def add_results(folder: Path, *, per_prompt: Mapping[str, Sequence[float]], summary: Mapping[str, float]) -> None:
     """Adds per-prompt numbers and results to a finished run's."""
-    run, *_ = finished_runs(folder)
+    run = finished_run(folder)
     write_per_prompt(folder, {**run.per_prompt, **per_prompt})
     close_folder(folder, {**run.summary, **summary})

@@ -146,7 +146,7 @@ def test_one_run_has_its_effects_in_place_of_verdicts(tmp_path: Path, capsys: py
 
     for number, words in ((1, "the reward rises: +0.5 points\none run"), (2, "undecided     the reward rises")):
         a_run(tmp_path / str(number), seed=number)
-        reports.report_on("title", "claim", read, [tmp_path], tmp_path)
+        reports.report_on("title", "claim", read, finished_runs(tmp_path), tmp_path)
         assert capsys.readouterr().out.startswith(words)
 
 
@@ -225,7 +225,10 @@ def test_a_continuation_keeps_the_space_before_it():
 
 
 def test_a_run_has_a_page_of_its_own_outside_of_a_sweep_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+
     def read(runs: Sequence[Run]) -> Report:
+        seen.append([run.folder for run in runs])
         return Report({}, [], {}, {})
 
     folder = a_run(tmp_path, seed=0)
@@ -233,7 +236,9 @@ def test_a_run_has_a_page_of_its_own_outside_of_a_sweep_alone(tmp_path: Path, mo
     reports.report_on_run("title", "claim", read, [folder])
     assert not (folder / "report.html").exists()
     monkeypatch.delenv("WANDB_SWEEP_ID")
+    a_run(folder / "sweep" / "0", seed=0)  # of another day
     reports.report_on_run("title", "claim", read, [folder])
+    assert seen == [[folder]]
     page = (folder / "report.html").read_text()
     assert "Nothing is judged" in page
     assert "verdict" not in page  # without rows there is no table, and no word about verdicts

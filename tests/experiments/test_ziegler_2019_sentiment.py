@@ -317,7 +317,7 @@ def test_runs_that_differ_in_more_than_the_seed_are_refused(tmp_path: Path):
 def test_the_page_is_written_from_finished_runs(tmp_path: Path):
     for seed in range(2):
         planted(tmp_path, 8.0, seed)
-    report_on(TITLE, CLAIM, read, [tmp_path])
+    report_on(TITLE, CLAIM, read, finished_runs(tmp_path), tmp_path)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "report.html").read_text()
     assert "target 8: a controller with a gain holds the KL" in page
