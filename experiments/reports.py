@@ -118,6 +118,18 @@ def settings(runs: Sequence[Run]) -> dict[str, Any]:
     return shown
 
 
+def check_measured_alike(runs: Sequence[Run]) -> None:
+    """Raises an error if runs were measured on other prompts, with other lengths, or began with other models."""
+    for name in ("model", "eval_split", "eval_prompts", "eval_pictures", "max_new_tokens"):
+        firsts = {str(run.config[name]): run.folder for run in runs if name in run.config}
+        if len(firsts) > 1:
+            found = ", ".join(f"{value} ({folder})" for value, folder in firsts.items())
+            raise ValueError(
+                f"the runs have several values of {name}: {found}; runs that are measured alike are needed. Give the "
+                "folders of one tier."
+            )
+
+
 def report_on(
     title: str,
     claim: str,
@@ -131,6 +143,7 @@ def report_on(
 
     With `packs` it also writes the archive of the runs there.
     """
+    check_measured_alike(runs)
     report = read(runs)
     verdicts = write_report(folder, title, claim, report, runs)
     if packs:

@@ -244,6 +244,16 @@ def test_a_run_has_a_page_of_its_own_outside_of_a_sweep_alone(tmp_path: Path, mo
     assert "verdict" not in page  # without rows there is no table, and no word about verdicts
 
 
+def test_runs_that_were_measured_on_other_prompts_are_not_judged_together(tmp_path: Path):
+    for seed, split in enumerate(("test", "tune")):
+        folder = tmp_path / split
+        open_folder(folder, {"seed": seed, "eval_split": split, "eval_prompts": 2}, goes_on=False)
+        append(folder, {"step": 1})
+        close_folder(folder, {"reward": 0.5})
+    with pytest.raises(ValueError, match=r"several values of eval_split: test \(.*\), tune \(.*\); runs that are meas"):
+        reports.report_on("title", "claim", lambda runs: Report({}, [], {}, {}), finished_runs(tmp_path), tmp_path)
+
+
 def test_a_report_of_packed_runs_is_that_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[tuple[int, bool, list[Any]]] = []
 
