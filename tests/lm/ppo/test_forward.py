@@ -95,6 +95,14 @@ def test_a_decoder_start_token_that_the_policy_samples_is_a_part_of_its_response
     assert stats["tokens/responses_len_mean"] == sum(map(len, responses)) / len(responses)
 
 
+def test_a_start_token_alone_stays_where_every_response_begins_with_one():
+    trainer = tiny.ppo(tiny.with_value_head(tiny.t5(0, DOUBLE)))
+    queries, responses, scores = tiny.batch()
+    given = [torch.tensor([tiny.PAD]), *(torch.cat([torch.tensor([tiny.PAD]), row]) for row in responses[1:])]
+    stats = trainer.step(queries, given, scores)
+    assert stats["tokens/responses_len_mean"] == (1 + sum(map(len, responses[1:]))) / len(responses)
+
+
 @pytest.mark.filterwarnings("ignore:The sampler is not the policy")
 def test_encoder_decoder_generates_responses_without_start_token():
     trainer = tiny.ppo(tiny.with_value_head(tiny.t5(0, DOUBLE)))

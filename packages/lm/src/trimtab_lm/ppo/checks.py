@@ -121,10 +121,11 @@ def _rollout(
     """
     device, decoder_start = trainer.accelerator.device, trainer.padding.decoder_start
     place = device if reads_ids else torch.device("cpu")
-    lead = int(decoder_start is not None and all(len(row) > 1 and int(row[0]) == decoder_start for row in responses))
+    is_given = decoder_start is not None and all(len(row) and int(row[0]) == decoder_start for row in responses)
+    leads = [int(is_given and len(row) > 1) for row in responses]
 
     def cut(rows: list[Tensor] | None, to: torch.device) -> Any:
-        return rows and moved([row[lead:] for row in rows], to)
+        return rows and moved([row[lead:] for row, lead in zip(rows, leads, strict=True)], to)
 
     queries, responses = moved(queries, place), cut(responses, place)
     if (rewards := cut(response_rewards, device)) is not None:
