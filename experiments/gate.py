@@ -24,7 +24,7 @@ from scipy.stats import t as student
 from experiments.claims import AGREES, Claim, Numbers, Verdict, common_seeds, judge
 from experiments.provenance import ROOT
 from experiments.reproduce import papers, run
-from experiments.run_folders import ARCHIVE, PLACES, Run, finished_runs, unpacked
+from experiments.run_folders import ARCHIVE, Run, finished_runs, unpacked
 from experiments.statistics import Sample, holm, sample_of
 
 TIER = "gate"
@@ -80,15 +80,15 @@ class Effect:
 
 
 def counterparts(new: Sequence[Run], committed: Sequence[Run]) -> list[Run]:
-    """The committed run of each new one: that with the same settings, apart from places.
+    """The committed run of each new one: that with the same seed and the same settings, of those that both have.
 
     Raises:
         ValueError: A new run has no counterpart, or several.
     """
 
     def matches(run: Run, other: Run) -> bool:
-        names = (run.config.keys() & other.config.keys()) - set(PLACES)
-        return all(run.config[name] == other.config[name] for name in names)
+        names = run.settings.keys() & other.settings.keys()
+        return all(run.config[name] == other.config[name] for name in (*names, "seed"))
 
     found = [[other for other in committed if matches(run, other)] for run in new]
     if strange := [run.folder for run, others in zip(new, found, strict=True) if len(others) != 1]:

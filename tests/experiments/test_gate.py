@@ -108,6 +108,13 @@ def test_an_effect_that_was_weak_already_is_stopped_because_the_judge_does_not_f
     assert not grpo.has_passed
 
 
+def test_a_run_that_the_tracker_names_otherwise_has_its_counterpart(runs: Sequence[Run]):
+    name = "tracker_kwargs.wandb.name"
+    assert all(name in run.config for run in runs)
+    renamed = [replace(run, config={**run.config, name: "another"}) for run in runs]
+    assert gate.counterparts(renamed, runs) == runs
+
+
 def test_a_run_without_a_counterpart_is_refused(runs: Sequence[Run]):
     others = [replace(run, config={**run.config, "pairs": 3}) for run in runs]
     with pytest.raises(ValueError, match="have no counterpart"):
