@@ -52,11 +52,14 @@ def in_words(abouts: Sequence[Mapping[str, Any]]) -> str:
     Args:
         abouts: What `provenance` returned for each run.
     """
-    commits = _values(f"{about['commit']}{' with changes' if about['is_changed'] else ''}" for about in abouts)
+    commits = _values(f"{about['commit']}{' with uncommitted changes' * about['is_changed']}" for about in abouts)
     versions = _values(", ".join(f"{name} {number}" for name, number in about["versions"].items()) for about in abouts)
-    days, machines, pythons = (_values(about[name] for about in abouts) for name in ("day", "machine", "python"))
-    return f"Commit {commits}, {days}, {machines}, Python {pythons}, {versions}."
+    machines, pythons = (_values(about[name] for about in abouts) for name in ("machine", "python"))
+    days = _values(sorted(about["day"] for about in abouts))
+    return f"Commit {commits}; {days}; {machines}; Python {pythons}; {versions}."
 
 
 def _values(texts: Any) -> str:
-    return " and ".join(dict.fromkeys(map(str, texts)))
+    """The texts without repetitions, as "a, b and c"."""
+    *firsts, last = dict.fromkeys(map(str, texts))
+    return f"{', '.join(firsts)} and {last}" if firsts else last

@@ -58,7 +58,7 @@ def test_the_margins_are_those_of_the_file_and_were_fixed_before_the_runs(file: 
     content = json.loads(file.read_text(encoding="utf-8"))
     known = margins(file.parent.name).values()
     assert all(margin.margin > 0 and margin.meaning for margin in known)
-    day = min(re.findall(r"\d{4}-\d\d-\d\d", content["about"]))  # Commit 1234567, 2026-11-24 and 2026-11-25, ...
+    day = min(re.findall(r"\d{4}-\d\d-\d\d", content["about"]))  # Commit 1234567; 2026-11-24 and 2026-11-25; ...
     fixed = {(margin.margin, margin.unit) for margin in known if margin.fixed.isoformat() <= day}
     assert {(claim.matters, claim.unit) for claim in from_json(content)[0]} <= fixed
 

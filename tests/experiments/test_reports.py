@@ -160,7 +160,12 @@ def test_every_start_of_a_run_is_recorded(tmp_path: Path):
     words = in_words(run.starts)
     assert run.starts[0]["commit"] in words
     assert f"torch {version('torch')}" in words  # PyPI's builds leave the local suffix of torch.__version__ out
-    assert in_words([run.starts[0], {**run.starts[0], "commit": "0ther"}]).count("0ther") == 1
+    starts = [run.starts[0], {**run.starts[0], "commit": "0ther", "is_changed": True, "day": "2000-01-02"}]
+    starts += [{**run.starts[0], "commit": "third", "is_changed": False, "day": "2000-01-01"}] * 2
+    commit, day = (run.starts[0][name] for name in ("commit", "day"))
+    commit += " with uncommitted changes" * run.starts[0]["is_changed"]
+    start = f"Commit {commit}, 0ther with uncommitted changes and third; 2000-01-01, 2000-01-02 and {day}; "
+    assert in_words(starts).startswith(start)
 
 
 def test_numbers_of_prompts_are_read_back_by_seed(tmp_path: Path):
