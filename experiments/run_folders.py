@@ -328,9 +328,18 @@ def by(runs: Iterable[Run], *names: str) -> dict[Any, list[Run]]:
     """
     groups: dict[Any, list[Run]] = {}
     for run in runs:
-        values = tuple(run.config[name] for name in names)
+        values = tuple(setting_of(run, name) for name in names)
         groups.setdefault(values if len(names) > 1 else values[0], []).append(run)
     return dict(sorted(groups.items(), key=lambda item: item[0]))
+
+
+def setting_of(run: Run, name: str) -> Any:
+    """A setting of a run; an error names the run of another experiment, which has no such setting."""
+    if name not in run.config:
+        raise ValueError(
+            f"{run.folder} has no setting {name}; runs of this report's own programs are needed. Give their folder."
+        )
+    return run.config[name]
 
 
 def finish(trainer: Trainer, title: str, panels: Mapping[str, Sequence[str]], summary: Mapping[str, float]) -> None:

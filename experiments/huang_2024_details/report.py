@@ -13,7 +13,7 @@ from experiments.figures import panels
 from experiments.huang_2024_details.details import DETAILS
 from experiments.margins import margin_fields
 from experiments.reports import Report, main, seeds_in_words
-from experiments.run_folders import Run, of_seeds
+from experiments.run_folders import Run, of_seeds, setting_of
 from experiments.samples import samples_of
 from experiments.sentiment_ppo import EVAL_KL, EVAL_REWARD
 from experiments.statistics import sample_of
@@ -152,7 +152,7 @@ def by_setting(runs: Sequence[Run]) -> Groups:
     """Groups runs by the details that they change, `name=value`, the recipe first; then by seed."""
     lists: dict[str, list[Run]] = {}
     for run in runs:
-        changed = [f"{name}={run.config[name]}" for name, value in DETAILS.items() if run.config[name] != value]
+        changed = [f"{name}={run.config[name]}" for name, value in DETAILS.items() if setting_of(run, name) != value]
         lists.setdefault(", ".join(changed) or "recipe", []).append(run)
     order = ["recipe", *WORDS]
     names = sorted(lists, key=lambda name: order.index(name) if name in order else len(order))

@@ -17,6 +17,7 @@ from tests.lm import tiny
 from experiments import reports
 from experiments.claims import Claim, from_json, judge
 from experiments.evaluation import answer_logprobs, continued, kl_of_samples
+from experiments.huang_2024_details import report as huang
 from experiments.provenance import in_words
 from experiments.reports import Report, spread
 from experiments.run_folders import (
@@ -24,6 +25,7 @@ from experiments.run_folders import (
     append,
     by,
     close_folder,
+    finished_run,
     finished_runs,
     of_seeds,
     open_folder,
@@ -166,6 +168,15 @@ def test_every_start_of_a_run_is_recorded(tmp_path: Path):
     commit += " with uncommitted changes" * run.starts[0]["is_changed"]
     start = f"Commit {commit}, 0ther with uncommitted changes and third; 2000-01-01, 2000-01-02 and {day}; "
     assert in_words(starts).startswith(start)
+
+
+def test_a_run_of_another_experiment_is_refused_by_its_folder(tmp_path: Path):
+    run = finished_run(a_run(tmp_path / "other", seed=2))
+    assert by([run], "seed") == {2: [run]}
+    with pytest.raises(ValueError, match="other has no setting k; runs of this report's own programs are needed"):
+        by([run], "seed", "k")
+    with pytest.raises(ValueError, match="has no setting whiten_advantages"):
+        huang.read([run])
 
 
 def test_numbers_of_prompts_are_read_back_by_seed(tmp_path: Path):
