@@ -52,7 +52,9 @@ def in_words(abouts: Sequence[Mapping[str, Any]]) -> str:
     Args:
         abouts: What `provenance` returned for each run.
     """
-    commits = _values(f"{about['commit']}{' with uncommitted changes' * about['is_changed']}" for about in abouts)
+    commits = _values(
+        f"{about['commit']}{' with uncommitted changes' if about['is_changed'] else ''}" for about in abouts
+    )
     versions = _values(", ".join(f"{name} {number}" for name, number in about["versions"].items()) for about in abouts)
     machines, pythons = (_values(about[name] for about in abouts) for name in ("machine", "python"))
     days = _values(sorted(about["day"] for about in abouts))

@@ -151,7 +151,7 @@ def _parameters(source: Mapping[str, Any], path: tuple[str, ...], *, is_grid: bo
         place = "parameters." + ".parameters.".join(inner)
         if not isinstance(name, str) or not SPELLING.match(name):
             raise SweepError(f"{place}: no name; letters, digits, _ . and -, a letter or _ first, are needed.")
-        if not isinstance(settings, dict) or not settings:
+        if not isinstance(settings, dict):
             raise SweepError(f"{place}: got {settings!r}; value, values, or min and max are needed.")
         if settings.keys() == {"parameters"} and isinstance(settings["parameters"], dict):
             yield from _parameters(settings["parameters"], inner, is_grid=is_grid)

@@ -116,8 +116,8 @@ def _rollout(
 ) -> Experience:
     """The checked arguments of a step, where the passes want them, and with the rewards of its turns in each score.
 
-    `model.generate` returns the decoder start token in front of every response, where it is left out. Where only some
-    responses begin with it, the policy has sampled it.
+    If every response begins with the decoder start token, `model.generate` put it there, and it is left out. If only
+    some do, the policy sampled it.
     """
     device, decoder_start = trainer.accelerator.device, trainer.padding.decoder_start
     place = device if reads_ids else torch.device("cpu")

@@ -137,7 +137,7 @@ _VERSIONS = count(1)
 
 
 def new_version() -> int:
-    """A number for weights that nobody in this process has used: several callers may share a backend."""
+    """Returns a number that no other weights in this process have, because several callers may share a backend."""
     return next(_VERSIONS)
 
 
