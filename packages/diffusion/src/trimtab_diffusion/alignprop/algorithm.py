@@ -20,15 +20,17 @@ SMALL_STEP = 0.05
 
 def warn_of_first_steps(config: AlignPropConfig) -> None:
     """Warns of a fixed first step with a gradient that is not read, and of bounds of a drawn one beyond the steps."""
+    if not config.truncated_backprop_rand:
+        return
     fixed = config.truncated_backprop_timestep
-    if config.truncated_backprop_rand and fixed != AlignPropConfig.truncated_backprop_timestep:
+    if fixed != AlignPropConfig.truncated_backprop_timestep:
         warnings.warn(
             f"truncated_backprop_timestep={fixed} has no effect: truncated_backprop_rand=True draws the first step "
             "with a gradient. Set truncated_backprop_rand=False, or leave the step out.",
             stacklevel=3,
         )
     (low, high), count = config.truncated_rand_backprop_minmax, config.sample_num_steps
-    if config.truncated_backprop_rand and high > count:
+    if high > count:
         warnings.warn(
             f"truncated_rand_backprop_minmax=({low}, {high}) reaches beyond the {count} steps of a sample: "
             f"{(high - count + 2) / (high - low + 1):.0%} of the draws mean the last step, K = 1. Set it to "
